@@ -1,0 +1,87 @@
+"""What a client asks of a model, as the HTTP layer hands it to the scheduler.
+
+Structs, so that a fingerprint of a request is a digest of its msgpack encoding.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trainer_cell.protocol.commands import AdamParams, Datum
+from trainer_cell.protocol.errors import ErrorKind
+
+
+class _Request(msgspec.Struct, frozen=True, tag_field="request"):
+    pass
+
+
+class CreateRequest(_Request, frozen=True, tag="create"):
+    """A fresh adapter. `seed` None: the scheduler draws one and records it."""
+
+    base_model: str
+    rank: int
+    seed: int | None
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    user_metadata: dict[str, str]
+
+
+class CreateFromCheckpointRequest(_Request, frozen=True, tag="create_from_checkpoint"):
+    """A model of the checkpoint's base model, rank and targets, holding its state. `path` is a tinker:// address."""
+
+    path: str
+    load_optimizer: bool
+    user_metadata: dict[str, str]
+
+
+class ForwardBackwardRequest(_Request, frozen=True, tag="forward_backward"):
+    data: tuple[Datum, ...]
+    loss: str
+    loss_config: dict[str, float | str]
+    forward_only: bool
+
+
+class OptimStepRequest(_Request, frozen=True, tag="optim_step"):
+    adam: AdamParams
+
+
+class SaveRequest(_Request, frozen=True, tag="save"):
+    name: str
+    kind: Literal["weights", "sampler_weights"]
+    overwrite: bool
+    ttl_seconds: int | None
+    user_metadata: dict[str, str]
+
+
+class LoadRequest(_Request, frozen=True, tag="load"):
+    """Load in place. `path` is a tinker:// address."""
+
+    path: str
+    load_optimizer: bool
+
+
+class UnloadRequest(_Request, frozen=True, tag="unload"):
+    pass
+
+
+class RejectedRequest(_Request, frozen=True, tag="rejected"):
+    """A request that is at fault but has spent its sequence number: it fails at its place in the order."""
+
+    operation: str
+    kind: ErrorKind
+    message: str
+
+
+Request = (
+    CreateRequest
+    | CreateFromCheckpointRequest
+    | ForwardBackwardRequest
+    | OptimStepRequest
+    | SaveRequest
+    | LoadRequest
+    | UnloadRequest
+    | RejectedRequest
+)

@@ -1,0 +1,1 @@
+"""The torchrun program that trains adapters over one frozen base model."""

@@ -1,0 +1,151 @@
+"""Every command a cell obeys, as frozen msgspec structs in one tagged union.
+
+Arrays travel as raw little-endian bytes with dtype and shape, never as lists.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+DType = Literal["float32", "int64"]
+
+
+class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A dense C-ordered little-endian array; `len(data) == prod(shape) * itemsize(dtype)`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One training sequence.
+
+    tokens: model input, int32 little-endian, shape [T].
+    inputs: what the loss reads, by name; for `cross_entropy` `target_tokens` int64 [T] and `weights` float32 [T].
+    """
+
+    tokens: bytes
+    inputs: dict[str, Array]
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shape of a LoRA adapter; the scale of its product is `alpha / rank`."""
+
+    rank: int
+    alpha: float
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+class AdamParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hyper-parameters of one AdamW step (decoupled decay); `grad_clip_norm == 0` means no clipping."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command"):
+    command_id: str
+    model_id: str
+
+
+class CreateModel(_Command, frozen=True, tag="create_model"):
+    """Make a model resident with a fresh adapter: A from `seed` (the same under every layout), B zero."""
+
+    adapter: AdapterSpec
+    seed: int
+
+
+class FreeModel(_Command, frozen=True, tag="free_model"):
+    """Give the model's slot away; succeeds also when the model is not resident."""
+
+
+class ForwardBackward(_Command, frozen=True, tag="forward_backward"):
+    """Losses and logprobs of `data`, in order; unless `forward_only`, the gradient of the summed loss is accumulated."""
+
+    data: tuple[Datum, ...]
+    loss: str
+    loss_config: dict[str, float | str]
+    forward_only: bool
+
+
+class OptimStep(_Command, frozen=True, tag="optim_step"):
+    """One AdamW step over the accumulated gradients, which are cleared."""
+
+    adam: AdamParams
+
+
+class DiscardGradients(_Command, frozen=True, tag="discard_gradients"):
+    """Clear the accumulated gradients and change nothing else."""
+
+
+class SaveState(_Command, frozen=True, tag="save_state"):
+    """Publish a checkpoint of the model under `<root>/<model_id>/<kind>/<name>`.
+
+    include_optimizer: False leaves masters and moments out (the weights then carry the state alone).
+    created / expires: UTC, ISO 8601 with `Z`.
+    """
+
+    name: str
+    kind: Literal["weights", "sampler_weights"]
+    overwrite: bool
+    include_optimizer: bool
+    tenant_digest: str
+    created: str
+    expires: str | None
+    user_metadata: dict[str, str]
+
+
+class LoadState(_Command, frozen=True, tag="load_state"):
+    """Put a published version into the model's slot.
+
+    version: directory of the version, relative to the checkpoint root (the gateway has resolved the public link).
+    adapter: shape of the checkpoint's adapter; a model that is not resident is made resident with it.
+    """
+
+    version: str
+    adapter: AdapterSpec
+    load_optimizer: bool
+
+
+class ForgetModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="forget_models"):
+    """Free every resident model that is not in `keep`: a new gateway does not know the others."""
+
+    command_id: str
+    keep: tuple[str, ...]
+
+
+class Tick(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="tick"):
+    """Keeps idle ranks inside their collective's timeout; rank 0 makes it, the gateway never sends it."""
+
+
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="stop"):
+    """End the cell in good order: every rank leaves its loop."""
+
+
+ModelCommand = (
+    CreateModel | FreeModel | ForwardBackward | OptimStep | DiscardGradients | SaveState | LoadState
+)
+Command = ModelCommand | ForgetModels | Tick | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def encode_command(command: Command) -> bytes:
+    return _encoder.encode(command)
+
+
+def decode_command(frame: bytes) -> Command:
+    """Raises `msgspec.ValidationError`, naming the field, for anything that is not a command."""
+    return _decoder.decode(frame)
