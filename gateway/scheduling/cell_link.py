@@ -1,0 +1,186 @@
+"""The gateway's end of the socket a trainer cell dials: one cell at a time, one command at a time.
+
+The connection is the cell's sign of life: its end of file is the cell's death, and nothing is ever sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from trainer_cell.protocol.commands import PROTOCOL_VERSION, ForgetModels, ModelCommand, encode_command
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+from trainer_cell.protocol.framing import FrameError, read_frame, write_frame
+from trainer_cell.protocol.outcomes import Failed, Hello, Progress, Success, decode_said
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 30.0
+_READ_BUFFER_BYTES = 4 << 20
+
+
+class CellLost(Exception):
+    """The connection to the cell ended before it answered; whether the command took effect is not known."""
+
+
+class SocketDirectoryOpen(Exception):
+    """Others could reach the socket: its directory must be this user's alone."""
+
+
+class _Greeting(msgspec.Struct):
+    """What any version of the protocol says first."""
+
+    protocol_version: int
+
+
+class CellLink:
+    """Listens at `socket_path`, whose directory is made 0700 if it is not there.
+
+    hello: what the attached cell said, None while there is none; `ready` is set exactly while it is not None.
+    on_attached / on_lost: called with the cell's hello in the event loop, at once.
+    """
+
+    def __init__(self, socket_path: Path) -> None:
+        self.socket_path = socket_path
+        self.hello: Hello | None = None
+        self.ready = asyncio.Event()
+        self.on_attached: Callable[[Hello], None] = lambda hello: None
+        self.on_lost: Callable[[Hello], None] = lambda hello: None
+        self._server: asyncio.Server | None = None
+        self._attached: asyncio.StreamWriter | None = None
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._last_refusal = ""
+        self._command_id: str | None = None
+        self._answer: asyncio.Future[Success | Failed] | None = None
+        self._on_progress: Callable[[Progress], None] | None = None
+
+    async def start(self) -> None:
+        """Listen; raises `SocketDirectoryOpen`, or `OSError` when the path cannot be bound."""
+        directory = self.socket_path.parent
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise SocketDirectoryOpen(f"{directory} must belong to this user and be closed to others (mode 0700)")
+        self._server = await asyncio.start_unix_server(self._serve, self.socket_path, limit=_READ_BUFFER_BYTES)
+
+    async def close(self) -> None:
+        """Stop listening and hang up; a command in flight raises `CellLost`."""
+        if self._server is not None:
+            self._server.close()
+        for writer in tuple(self._connections):
+            writer.close()
+        if self._server is not None:
+            await self._server.wait_closed()
+        self.socket_path.unlink(missing_ok=True)
+
+    def hang_up(self) -> None:
+        """End the attached cell's connection; it will dial again."""
+        if self._attached is not None:
+            self._attached.close()
+
+    async def execute(
+        self, command: ModelCommand | ForgetModels, on_progress: Callable[[Progress], None] | None = None
+    ) -> Success:
+        """Send one command and wait for its outcome. Not to be called while another is in flight.
+
+        Raises `CommandFailed` as the cell answered it, `CellLost` when the connection ends first or there is none.
+        """
+        if self._attached is None:
+            raise CellLost("no trainer cell is attached")
+        assert self._answer is None, "one command at a time"
+        answer = asyncio.get_running_loop().create_future()
+        self._answer, self._command_id, self._on_progress = answer, command.command_id, on_progress
+        try:
+            said = await self._exchange(self._attached, command, answer)
+        finally:
+            self._answer = self._command_id = self._on_progress = None
+        if isinstance(said, Failed):
+            raise said.as_error()
+        return said
+
+    async def _exchange(
+        self,
+        writer: asyncio.StreamWriter,
+        command: ModelCommand | ForgetModels,
+        answer: asyncio.Future[Success | Failed],
+    ) -> Success | Failed:
+        try:
+            await write_frame(writer, encode_command(command))
+        except FrameError as error:
+            raise CommandFailed(ErrorKind.BAD_COMMAND, f"the request is too large: {error}") from error
+        except ConnectionError as error:
+            # The reading side sees the end of the connection too, and answers with `CellLost`.
+            log.warning("the cell hung up while it was sent a command: %s", error)
+        return await answer
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
+        try:
+            hello = await self._greet(reader)
+            if hello is not None:
+                await self._attend(hello, reader, writer)
+        finally:
+            self._connections.discard(writer)
+            writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader) -> Hello | None:
+        """The hello of a cell that may attach; None, with a line in the log, for every other peer."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frame = await read_frame(reader)
+            return self._admitted(frame) if frame is not None else None
+        except (TimeoutError, FrameError, msgspec.DecodeError) as error:
+            return self._refuse(f"a connection that did not say hello: {error!r}")
+
+    def _admitted(self, frame: bytes) -> Hello | None:
+        greeting = msgspec.msgpack.decode(frame, type=_Greeting)
+        if greeting.protocol_version != PROTOCOL_VERSION:
+            return self._refuse(f"a cell of protocol {greeting.protocol_version}: ours is {PROTOCOL_VERSION}")
+        hello = decode_said(frame)
+        if not isinstance(hello, Hello):
+            return self._refuse(f"a connection that began with {type(hello).__name__}")
+        if self.hello is not None:
+            return self._refuse(f"a second cell, of epoch {hello.epoch}: epoch {self.hello.epoch} is attached")
+        return hello
+
+    def _refuse(self, whom: str) -> None:
+        # Who is refused dials again and again: the log tells of it once.
+        log.log(logging.DEBUG if whom == self._last_refusal else logging.ERROR, "refused %s", whom)
+        self._last_refusal = whom
+
+    async def _attend(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.hello, self._attached = hello, writer
+        self.ready.set()
+        self.on_attached(hello)
+        try:
+            while (frame := await read_frame(reader)) is not None:
+                self._hear(frame)
+        except (FrameError, msgspec.DecodeError) as error:
+            log.error("the cell (epoch %s) said what it must not: %s", hello.epoch, error)
+        finally:
+            self._detach(hello)
+
+    def _hear(self, frame: bytes) -> None:
+        said = decode_said(frame)
+        if isinstance(said, Hello):
+            raise FrameError("a second hello on one connection")
+        if said.command_id != self._command_id or self._answer is None or self._answer.done():
+            log.warning("%s of command %s, which is not in flight", type(said).__name__, said.command_id)
+        elif isinstance(said, Progress):
+            if self._on_progress is not None:
+                self._on_progress(said)
+        else:
+            self._answer.set_result(said)
+
+    def _detach(self, hello: Hello) -> None:
+        self.hello = self._attached = None
+        self.ready.clear()
+        self.on_lost(hello)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(CellLost("the trainer cell was lost before it answered"))

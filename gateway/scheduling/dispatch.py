@@ -1,0 +1,206 @@
+"""One turn on the cell: what was asked becomes a command, and what the cell answered becomes the model's new state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+from gateway.scheduling.admission import check_create
+from gateway.scheduling.catalog import Catalog
+from gateway.scheduling.cell_link import CellLink, CellLost
+from gateway.scheduling.futures import Future
+from gateway.scheduling.identity import new_command_id
+from gateway.scheduling.loadable import find_loadable
+from gateway.scheduling.model_queue import ModelQueue
+from gateway.scheduling.models import Model
+from gateway.scheduling.requests import (
+    CreateFromCheckpointRequest,
+    CreateRequest,
+    ForwardBackwardRequest,
+    LoadRequest,
+    OptimStepRequest,
+    RejectedRequest,
+    SaveRequest,
+    UnloadRequest,
+)
+from gateway.scheduling.residency import Residency
+from gateway.scheduling.settlement import settle_save
+from trainer_cell.protocol.commands import (
+    CreateModel,
+    DiscardGradients,
+    ForwardBackward,
+    FreeModel,
+    LoadState,
+    OptimStep,
+    SaveState,
+)
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+from trainer_cell.protocol.outcomes import (
+    Hello,
+    ModelFreed,
+    OptimStepDone,
+    StateLoaded,
+    Success,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Runs one command at a time.
+
+    may_give_way: whether a resident model may lose its slot to another; on_evicted: it has.
+    """
+
+    def __init__(
+        self,
+        link: CellLink,
+        catalog: Catalog,
+        residency: Residency,
+        may_give_way: Callable[[str], bool],
+        on_evicted: Callable[[str], None],
+    ) -> None:
+        self._link = link
+        self._catalog = catalog
+        self._residency = residency
+        self._may_give_way = may_give_way
+        self._on_evicted = on_evicted
+
+    async def run(self, queue: ModelQueue, future: Future) -> Success:
+        """Raises `CommandFailed` with the model as it was, or `CellLost`."""
+        hello = self._link.hello
+        if hello is None:
+            raise CellLost("the trainer cell was lost before the command was sent")
+        model = queue.model
+        match future.request:
+            case CreateRequest():
+                return await self._create(model, future.request, hello)
+            case CreateFromCheckpointRequest() | LoadRequest():
+                return await self._load(queue, future.request, hello)
+            case ForwardBackwardRequest():
+                return await self._forward_backward(model, future.request)
+            case OptimStepRequest():
+                return await self._optim_step(queue, future, future.request)
+            case SaveRequest():
+                return await self._save(future, future.request, hello)
+            case UnloadRequest():
+                return await self._unload(model)
+            case RejectedRequest():
+                raise AssertionError("answered without the cell")
+
+    async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:
+        check_create(request, hello)
+        assert model.adapter is not None
+        assert model.seed is not None
+        await self._make_room(hello)
+        created = await self._link.execute(CreateModel(new_command_id(), model.model_id, model.adapter, model.seed))
+        model.base_model = hello.base_model.name
+        self._now_resident(model)
+        return created
+
+    async def _load(
+        self, queue: ModelQueue, request: CreateFromCheckpointRequest | LoadRequest, hello: Hello
+    ) -> Success:
+        model = queue.model
+        source = await find_loadable(
+            self._catalog, model.tenant, request.path, request.load_optimizer, hello, model.adapter
+        )
+        if model.model_id not in self._residency:
+            await self._make_room(hello)
+        command = LoadState(new_command_id(), model.model_id, source.version, source.adapter, request.load_optimizer)
+        loaded = await self._link.execute(command)
+        assert isinstance(loaded, StateLoaded)
+        model.base_model, model.adapter = hello.base_model.name, source.adapter
+        model.step, model.iteration = loaded.step, loaded.iteration
+        queue.window.clear()
+        self._now_resident(model)
+        return loaded
+
+    async def _forward_backward(self, model: Model, request: ForwardBackwardRequest) -> Success:
+        self._residency.touch(model.model_id)
+        return await self._link.execute(
+            ForwardBackward(
+                new_command_id(),
+                model.model_id,
+                request.data,
+                request.loss,
+                request.loss_config,
+                request.forward_only,
+            )
+        )
+
+    async def _optim_step(self, queue: ModelQueue, future: Future, request: OptimStepRequest) -> Success:
+        model = queue.model
+        self._residency.touch(model.model_id)
+        if queue.window.is_partial_for(future):
+            await self._link.execute(DiscardGradients(new_command_id(), model.model_id))
+            queue.window.clear()
+            raise CommandFailed(
+                ErrorKind.PARTIAL_GRADIENTS,
+                "a forward_backward of this step failed, so its gradient is incomplete: no step was made, and the "
+                "accumulated gradient was dropped",
+            )
+        stepped = await self._link.execute(OptimStep(new_command_id(), model.model_id, request.adam))
+        assert isinstance(stepped, OptimStepDone)
+        model.step, model.iteration = stepped.step, stepped.iteration
+        queue.window.clear()
+        return stepped
+
+    async def _save(self, future: Future, request: SaveRequest, hello: Hello) -> Success:
+        self._residency.touch(future.model_id)
+        now = datetime.now(UTC)
+        ttl_s = request.ttl_seconds
+        command = SaveState(
+            command_id=new_command_id(),
+            model_id=future.model_id,
+            name=request.name,
+            kind=request.kind,
+            overwrite=request.overwrite,
+            include_optimizer=request.kind == "weights" and not hello.no_save_optim,
+            tenant_digest=self._catalog.tenant_digest(future.tenant),
+            created=_timestamp(now),
+            expires=_timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
+            user_metadata=request.user_metadata,
+        )
+        try:
+            return await self._link.execute(command, future.note_progress)
+        except CellLost:
+            saved = await settle_save(self._catalog.vault, command, hello.epoch)
+            if saved is None:
+                raise
+            log.warning("the cell was lost while it saved %s/%s, which is complete", future.model_id, request.name)
+            return saved
+
+    async def _unload(self, model: Model) -> Success:
+        command = FreeModel(new_command_id(), model.model_id)
+        try:
+            freed = await self._link.execute(command)
+        except CellLost:
+            # Gone with its cell: that is what was asked for.
+            freed = ModelFreed(command.command_id, was_resident=True)
+        self._residency.leave(model.model_id)
+        model.state, model.trouble = "unloaded", None
+        return freed
+
+    async def _make_room(self, hello: Hello) -> None:
+        """Free a slot if none is free; raises `CommandFailed(NO_FREE_SLOT)` when nobody may give way."""
+        while len(self._residency) >= hello.slots:
+            victim = self._residency.first(self._may_give_way)
+            if victim is None:
+                raise CommandFailed(
+                    ErrorKind.NO_FREE_SLOT,
+                    f"all {hello.slots} slots are taken by models of open sessions; unload one or finish a session",
+                )
+            log.warning("model %s loses its slot to another: its session is over", victim)
+            await self._link.execute(FreeModel(new_command_id(), victim))
+            self._residency.leave(victim)
+            self._on_evicted(victim)
+
+    def _now_resident(self, model: Model) -> None:
+        self._residency.touch(model.model_id)
+        model.state, model.trouble = "ready", None
+
+
+def _timestamp(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

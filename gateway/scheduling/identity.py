@@ -1,0 +1,56 @@
+"""Names and digests: ids of sessions, models, futures and commands, fingerprints of requests, digests of tenants."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+
+import msgspec
+import xxhash
+
+from gateway.scheduling.requests import Request
+
+_TENANT_DIGEST_BYTES = 16
+# Sorted keys: a retry whose maps came in another order is the same request.
+_canonical = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def new_session_id() -> str:
+    """Hex: goes unescaped into URLs, model ids and directory names. Not to be guessed."""
+    return secrets.token_hex(12)
+
+
+def new_request_id() -> str:
+    return f"future-{secrets.token_hex(16)}"
+
+
+def new_command_id() -> str:
+    return f"command-{secrets.token_hex(16)}"
+
+
+def model_id_of(session_id: str, model_seq_id: int) -> str:
+    """The SDK computes the very same string for itself."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def fingerprint(request: Request) -> bytes:
+    """16 bytes over the decoded fields.
+
+    Raises `OverflowError` or `UnicodeEncodeError` for values that no message can carry.
+    """
+    return digest_of(_canonical.encode(request))
+
+
+def digest_of(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def tenant_digester(secret: bytes) -> Callable[[str], str]:
+    """A keyed digest of tenant names, hex: manifests tell owners apart without naming them."""
+    key = hashlib.blake2b(secret).digest()
+
+    def digest(tenant: str) -> str:
+        return hashlib.blake2b(tenant.encode(), digest_size=_TENANT_DIGEST_BYTES, key=key).hexdigest()
+
+    return digest

@@ -1,0 +1,106 @@
+"""One model's commands: in order, once each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from gateway.scheduling.errors import InvalidRequest, SequenceConflict
+from gateway.scheduling.futures import Future
+from gateway.scheduling.gradient_window import GradientWindow
+from gateway.scheduling.models import Model
+
+# Numbers and keys are remembered beyond their commands' end, so that late retries are known; the newest so many.
+REMEMBERED = 4096
+LARGEST_SEQ_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is kept of a command to know its retries by, after the command itself is gone."""
+
+    request_id: str
+    fingerprint: bytes
+
+
+class ModelQueue:
+    """A model with its commands. `ready` holds those whose turn it can be, in order; the first runs first.
+
+    Numbered commands become ready once all numbers below are accepted. A command without a number becomes ready at
+    once, behind the highest contiguous number accepted so far. The model's create is number 0 and always first.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.window = GradientWindow()
+        self.ready: deque[Future] = deque()
+        self.running: Future | None = None
+        self.contiguous = -1
+        self._early: dict[int, Future] = {}
+        self._numbers: OrderedDict[int, Accepted] = OrderedDict()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.model.pending == 0
+
+    def could_run_now(self, seq_id: int | None) -> bool:
+        """Whether a command of this number would wait for no other of the model."""
+        return not self.ready and self.running is None and (seq_id is None or seq_id == self.contiguous + 1)
+
+    def known(self, seq_id: int, fingerprint: bytes) -> str | None:
+        """The request id given to this very command before, None for a new one.
+
+        Raises `SequenceConflict` when the number came before with another content, or so long ago that its content
+        is forgotten; `InvalidRequest` for a number that cannot be.
+        """
+        if not 0 <= seq_id <= LARGEST_SEQ_ID:
+            raise InvalidRequest(f"seq_id {seq_id} is not between 0 and {LARGEST_SEQ_ID}")
+        accepted = self._numbers.get(seq_id)
+        if accepted is None:
+            if seq_id <= self.contiguous:
+                raise SequenceConflict(f"seq_id {seq_id} of model {self.model.model_id} was spent long ago")
+            return None
+        if accepted.fingerprint != fingerprint:
+            raise SequenceConflict(f"seq_id {seq_id} of model {self.model.model_id} came before with another content")
+        return accepted.request_id
+
+    def accept(self, future: Future, seq_id: int | None, fingerprint: bytes) -> None:
+        """Put a new command in its place; `known` has been asked before."""
+        self.model.pending += 1
+        if seq_id is None:
+            self.ready.append(future)
+            return
+        self._numbers[seq_id] = Accepted(future.request_id, fingerprint)
+        self._early[seq_id] = future
+        while (following := self._early.pop(self.contiguous + 1, None)) is not None:
+            self.contiguous += 1
+            self.ready.append(following)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        while len(self._numbers) > REMEMBERED + self.model.pending:
+            if next(iter(self._numbers)) > self.contiguous:
+                return
+            self._numbers.popitem(last=False)
+
+
+class KeyBook:
+    """Commands by the idempotency key their tenant gave them."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, OrderedDict[str, Accepted]] = {}
+
+    def known(self, tenant: str, key: str, fingerprint: bytes) -> str | None:
+        """The request id given to this very command before, None for a new key; raises `SequenceConflict`."""
+        accepted = self._tenants.get(tenant, OrderedDict()).get(key)
+        if accepted is None:
+            return None
+        if accepted.fingerprint != fingerprint:
+            raise SequenceConflict(f"idempotency key {key!r} came before with another request")
+        return accepted.request_id
+
+    def accept(self, tenant: str, key: str, request_id: str, fingerprint: bytes) -> None:
+        keys = self._tenants.setdefault(tenant, OrderedDict())
+        keys[key] = Accepted(request_id, fingerprint)
+        while len(keys) > REMEMBERED:
+            keys.popitem(last=False)

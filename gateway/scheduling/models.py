@@ -1,0 +1,39 @@
+"""A model as clients see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from trainer_cell.protocol.commands import AdapterSpec
+from trainer_cell.protocol.errors import CommandFailed
+
+ModelState = Literal["creating", "ready", "lost", "failed", "unloaded"]
+
+
+@dataclass
+class Model:
+    """One client's adapter and its training state.
+
+    base_model / adapter: None only while a model made from a checkpoint is still `creating`, or failed so.
+    seed: of the fresh adapter; None when the model was made from a checkpoint.
+    trouble: why the model is `lost` or `failed`.
+    step: Adam's step; iteration: optimizer steps in the model's life, loads included. Both as of the last outcome.
+    pending: accepted commands without an answer.
+    """
+
+    model_id: str
+    session_id: str
+    tenant: str
+    base_model: str | None
+    adapter: AdapterSpec | None
+    seed: int | None
+    user_metadata: dict[str, str]
+    state: ModelState = "creating"
+    trouble: CommandFailed | None = None
+    step: int = 0
+    iteration: int = 0
+    pending: int = 0
+    created: datetime = field(default_factory=lambda: datetime.now(UTC))
+    last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))

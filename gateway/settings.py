@@ -1,0 +1,145 @@
+"""Every option of the gateway's process and of `cellgate serve`: command line over `CELLGATE_*` over defaults.
+
+Built once at the process edge and passed down as plain values.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, SecretStr, field_serializer, field_validator
+from pydantic_settings import BaseSettings, CliSuppress, CliToggleFlag, NoDecode, SettingsConfigDict
+
+_KEY = re.compile(r"tml-[A-Za-z0-9._~+/-]+")
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+Directory = Annotated[Path, AfterValidator(_absolute)]
+
+
+def _xdg(variable: str, fallback: str) -> Path:
+    named = os.environ.get(variable, "")
+    # The XDG specification says that a relative value is to be ignored.
+    root = Path(named) if named.startswith("/") else Path.home() / fallback
+    return root / "cellgate"
+
+
+def default_state() -> Path:
+    """`$XDG_STATE_HOME/cellgate`, else `~/.local/state/cellgate`."""
+    return _xdg("XDG_STATE_HOME", ".local/state")
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/cellgate`, else `~/.cache/cellgate`: what can be made again, shared by all states."""
+    return _xdg("XDG_CACHE_HOME", ".cache")
+
+
+def split_api_key(pair: str) -> tuple[str, str]:
+    """`KEY=TENANT` → (key, tenant); raises `ValueError`, which never repeats the key."""
+    key, separator, tenant = pair.strip().rpartition("=")
+    if not separator:
+        raise ValueError("an API key is given as KEY=TENANT")
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"the API key of tenant {tenant!r} must start with 'tml-' and hold no spaces, commas or '='")
+    if not _TENANT.fullmatch(tenant):
+        raise ValueError(f"{tenant!r} is no tenant name: letters, digits and . _ @ -, at most 64")
+    return key, tenant
+
+
+class StateSettings(BaseSettings):
+    """Where things lie on disk."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix="CELLGATE_",
+        hide_input_in_errors=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_show_env_vars=True,
+    )
+
+    state: Directory = Field(default_factory=default_state, description="directory of the service's own state")
+    checkpoints: Directory | None = Field(None, description="checkpoint root; default: STATE/checkpoints")
+
+    @property
+    def checkpoint_root(self) -> Path:
+        return self.checkpoints or self.state / "checkpoints"
+
+    def shown(self) -> dict[str, object]:
+        """What is in force, for people: JSON values, secrets masked."""
+        return {**self.model_dump(mode="json"), "checkpoints": str(self.checkpoint_root)}
+
+
+class GatewaySettings(StateSettings):
+    """The HTTP service."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8787, ge=0, le=65535, description="port to listen on; 0 takes a free one and prints it")
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (), description="KEY=TENANT, repeatable; keys start with tml-; without any, one is generated and printed"
+    )
+    gateway_socket: Directory | None = Field(
+        None, description="unix socket the trainer cell dials, in a directory of its own; default: under STATE/run"
+    )
+    max_body_mb: int = Field(64, ge=1, le=1000, description="largest request body, after decompression, in MiB")
+    stop_grace_s: float = Field(30.0, gt=0, description="longest orderly stop, in seconds; what is left is killed")
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split_list(cls, given: object) -> object:
+        if isinstance(given, str):
+            return tuple(part for part in given.split(",") if part.strip())
+        return given
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_pairs(cls, pairs: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        tenants: dict[str, str] = {}
+        for pair in pairs:
+            key, tenant = split_api_key(pair.get_secret_value())
+            if tenants.setdefault(key, tenant) != tenant:
+                raise ValueError(f"one API key cannot be of two tenants, {tenants[key]!r} and {tenant!r}")
+        return pairs
+
+    @field_serializer("api_key")
+    def _mask(self, pairs: tuple[SecretStr, ...]) -> list[str]:
+        return [f"tml-********={split_api_key(pair.get_secret_value())[1]}" for pair in pairs]
+
+    @property
+    def api_keys(self) -> dict[str, str]:
+        """Key → tenant, as given; empty when none was."""
+        return dict(split_api_key(pair.get_secret_value()) for pair in self.api_key)
+
+
+class ServeSettings(GatewaySettings):
+    """The gateway and a trainer cell on this host."""
+
+    base_model: str = Field("smollm2-135m", min_length=1, description="smollm2-135m, tiny, a directory, or a hub id")
+    ranks: int = Field(1, ge=1, description="processes of the cell; each holds the base model")
+    slots: int = Field(64, ge=1, description="most models resident at once; an empty slot costs nothing")
+    max_lora_rank: int = Field(128, ge=1, description="largest adapter rank a client may ask for")
+    dtype: Literal["fp32", "bf16"] | None = Field(None, description="default: fp32 on CPU, bf16 on GPU")
+    deterministic: bool | None = Field(
+        None, description="results do not depend on who else is on the cell; default: on on CPU, off on GPU"
+    )
+    no_load_optim: CliToggleFlag[bool] = Field(
+        False, description="loads never restore the optimizer, whatever a request says"
+    )
+    no_save_optim: CliToggleFlag[bool] = Field(False, description="checkpoints hold the weights alone")
+    cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
+
+
+class GatewayProcessSettings(GatewaySettings):
+    """The HTTP service alone; a cell started apart dials its socket."""
+
+    listen_fd: CliSuppress[int | None] = Field(None, description="a listening socket, inherited from the supervisor")

@@ -1,0 +1,262 @@
+"""A trainer cell without torch: real frames over the real socket, real checkpoints, models of one number each.
+
+It runs in a thread of its own with blocking calls, as rank 0 does, so that tests of any kind can use it: with an event
+loop, with several, or with none.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+import msgspec
+
+from tests.fakes.fake_slots import FakeSlots
+from tests.fakes.fake_vault import WatchedDisk
+from trainer_cell.protocol.commands import (
+    PROTOCOL_VERSION,
+    Command,
+    ForgetModels,
+    ModelCommand,
+    Stop,
+    Tick,
+    decode_command,
+)
+from trainer_cell.protocol.errors import CommandFailed
+from trainer_cell.protocol.framing import receive_frame, send_frame
+from trainer_cell.protocol.outcomes import (
+    BaseModel,
+    Failed,
+    Hello,
+    Layout,
+    ResidentModel,
+    Said,
+    Success,
+    encode_said,
+)
+from trainer_cell.vault.layout import Vault
+from trainer_cell.vault.ulid import new_ulid
+
+BASE = BaseModel("cellgate/tiny", ("tiny",), "0" * 32, None, 512, 2048)
+PATIENCE_S = 20.0
+_REDIAL_S = 0.01
+
+
+class Killed(BaseException):
+    """The fake process is no more: nothing may catch this."""
+
+
+class Hold:
+    """A place where the cell stops until it is let go."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._released = threading.Event()
+
+    def wait_reached(self, timeout_s: float = PATIENCE_S) -> None:
+        """Blocks; in an event loop call it in a thread."""
+        assert self._reached.wait(timeout_s), "the cell did not get there"
+
+    def release(self) -> None:
+        self._released.set()
+
+    def stop_here(self) -> None:
+        self._reached.set()
+        assert self._released.wait(PATIENCE_S), "nobody let the cell go on"
+
+
+class FakeCell:
+    """Dials `socket_path` once started, and again whenever it is hung up on; checkpoints go under `root`.
+
+    commands: everything it was told, in order. slots: its models.
+    hello_was_refused: set when a connection ended before any command.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        root: Path,
+        *,
+        base_model: BaseModel = BASE,
+        slots: int = 8,
+        max_lora_rank: int = 64,
+        no_load_optim: bool = False,
+        no_save_optim: bool = False,
+        protocol_version: int = PROTOCOL_VERSION,
+    ) -> None:
+        self.commands: list[Command] = []
+        self.hello_was_refused = threading.Event()
+        self._path = socket_path
+        self._hello = Hello(
+            protocol_version=protocol_version,
+            epoch=new_ulid(),
+            layout=Layout(1, 1, 1, 1),
+            base_model=base_model,
+            dtype="fp32",
+            deterministic=True,
+            no_load_optim=no_load_optim,
+            no_save_optim=no_save_optim,
+            slots=slots,
+            max_lora_rank=max_lora_rank,
+            models=(),
+        )
+        self._vault = Vault(root, WatchedDisk(self._on_disk_call))
+        self.slots = FakeSlots(self._vault, self._hello)
+        self._failures: list[tuple[type[ModelCommand], CommandFailed]] = []
+        self._holds: list[tuple[type[ModelCommand], Hold]] = []
+        self._deadly: tuple[str, str] | None = None
+        self._deadly_answer: type[ModelCommand] | None = None
+        self._connection: socket.socket | None = None
+        self._is_killed = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="fake cell", daemon=True)
+
+    # For tests
+
+    @property
+    def epoch(self) -> str:
+        return self._hello.epoch
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def kill(self) -> None:
+        """As SIGKILL: whatever it does ends now, and its connection with it."""
+        self._is_killed.set()
+        for _, hold in self._holds:
+            hold.release()
+        self._shut_down()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def drop_connection(self) -> None:
+        """The connection breaks, the cell lives and dials again."""
+        self._shut_down()
+
+    def fail_next(self, kind: type[ModelCommand], error: CommandFailed) -> None:
+        """The next command of that kind fails so, with nothing changed."""
+        self._failures.append((kind, error))
+
+    def hold_next(self, kind: type[ModelCommand]) -> Hold:
+        """Stop before executing the next command of that kind."""
+        hold = Hold()
+        self._holds.append((kind, hold))
+        return hold
+
+    def die_before(self, operation: str, path_part: str) -> None:
+        """Be killed just before the vault's first disk call `operation` on a path that has `path_part` in it."""
+        self._deadly = (operation, path_part)
+
+    def die_before_answering(self, kind: type[ModelCommand]) -> None:
+        """Execute the next command of that kind and be killed before its outcome is told."""
+        self._deadly_answer = kind
+
+    def count(self, kind: type[ModelCommand] | type[ForgetModels]) -> int:
+        return sum(isinstance(command, kind) for command in self.commands)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill()
+
+    # Its life
+
+    def _live(self) -> None:
+        try:
+            with self._vault.hold_epoch(self._hello.epoch):
+                while not self._is_killed.is_set():
+                    self._dial_and_serve()
+                    self._is_killed.wait(_REDIAL_S)
+        except Killed:
+            pass
+        finally:
+            self._shut_down()
+
+    def _dial_and_serve(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            try:
+                connection.connect(str(self._path))
+                self._connection = connection
+                self._check_alive()
+                self._serve(connection)
+            except OSError:
+                return
+            finally:
+                self._connection = None
+
+    def _serve(self, connection: socket.socket) -> None:
+        resident = tuple(
+            ResidentModel(model_id, model.adapter, model.step, model.iteration)
+            for model_id, model in self.slots.models.items()
+        )
+        send_frame(connection, encode_said(msgspec.structs.replace(self._hello, models=resident)))
+        num_served = 0
+        while (frame := receive_frame(connection)) is not None:
+            num_served += 1
+            command = decode_command(frame)
+            self.commands.append(command)
+            if isinstance(command, Stop):
+                raise Killed
+            if not isinstance(command, Tick):
+                outcome = self._answer(command)
+                if self._deadly_answer is not None and isinstance(command, self._deadly_answer):
+                    self._die()
+                self._check_alive()
+                send_frame(connection, encode_said(outcome))
+        if num_served == 0:
+            self.hello_was_refused.set()
+
+    def _shut_down(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return
+
+    def _check_alive(self) -> None:
+        if self._is_killed.is_set():
+            raise Killed
+
+    def _on_disk_call(self, operation: str, path: Path) -> None:
+        self._check_alive()
+        if self._deadly is not None and self._deadly[0] == operation and self._deadly[1] in str(path):
+            self._die()
+
+    def _die(self) -> NoReturn:
+        self._is_killed.set()
+        self._shut_down()
+        raise Killed
+
+    def _say(self, said: Said) -> None:
+        self._check_alive()
+        connection = self._connection
+        # A connection that broke is noticed by who reads it; what is said meanwhile is lost.
+        if connection is not None and select.select([], [connection], [], 0)[1]:
+            try:
+                send_frame(connection, encode_said(said))
+            except OSError:
+                return
+
+    # Commands
+
+    def _answer(self, command: ModelCommand | ForgetModels) -> Success | Failed:
+        for index, (kind, hold) in enumerate(self._holds):
+            if isinstance(command, kind):
+                hold.stop_here()
+                self._check_alive()
+                del self._holds[index]
+                break
+        try:
+            for index, (kind, error) in enumerate(self._failures):
+                if isinstance(command, kind):
+                    del self._failures[index]
+                    raise error
+            return self.slots.execute(command, self._say)
+        except CommandFailed as failure:
+            return Failed(command.command_id, failure.kind, failure.message)

@@ -1,0 +1,1 @@
+"""The wire, over real sockets: a real server, a fake cell."""

@@ -1,0 +1,116 @@
+"""The catalog reads files, and shows each tenant its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gateway.scheduling.catalog import Catalog
+from gateway.scheduling.errors import CheckpointUnreadable, InvalidRequest, UnknownCheckpoint
+from gateway.scheduling.identity import tenant_digester
+from tests.gateway.scheduling.rig import SECRET, path_of, rig_with_cell, save, save_for_sampler, succeeded
+from trainer_cell.vault.layout import Vault
+from trainer_cell.vault.manifest import MANIFEST_NAME
+
+
+async def saved_by_two(root: Path) -> tuple[Vault, str, str]:
+    """Alice's model with checkpoints `9`, `10` and one for sampling; Bob's with `9`. Nothing runs any more."""
+    async with rig_with_cell(root) as (gateway, _):
+        hers, his = await gateway.model("alice"), await gateway.model("bob")
+        await succeeded(gateway.submit(hers, save("9"), save("10"), save_for_sampler("9"))[-1])
+        await succeeded(gateway.submit(his, save("9"), tenant="bob")[-1])
+        return gateway.vault, hers, his
+
+
+def catalog(vault: Vault) -> Catalog:
+    return Catalog(vault, tenant_digester(SECRET))
+
+
+async def test_checkpoints_are_listed_from_the_files_alone_newest_first(tmp_path: Path) -> None:
+    vault, hers, his = await saved_by_two(tmp_path)
+    listed = await catalog(vault).list("alice")
+    assert [entry.uri for entry in listed] == [
+        path_of(hers, "9", "sampler_weights"),
+        path_of(hers, "10"),
+        path_of(hers, "9"),
+    ]
+    assert [entry.uri for entry in await catalog(vault).list("bob")] == [path_of(his, "9")]
+    assert await catalog(vault).list("alice", his) == []
+    assert await catalog(vault).list("carol") == []
+    (run,) = await catalog(vault).runs("alice")
+    assert (run.model_id, list(run.checkpoints)) == (hers, listed)
+    assert all(entry.size_bytes > 0 and entry.created.tzinfo for entry in listed)
+
+
+async def test_another_secret_makes_other_owners(tmp_path: Path) -> None:
+    vault, _, _ = await saved_by_two(tmp_path)
+    assert await Catalog(vault, tenant_digester(b"other")).list("alice") == []
+
+
+async def test_finding_and_deleting_are_for_the_owner(tmp_path: Path) -> None:
+    vault, hers, _ = await saved_by_two(tmp_path)
+    books = catalog(vault)
+    path = path_of(hers, "9")
+    for attempt in (books.find, books.delete):
+        with pytest.raises(UnknownCheckpoint) as theirs:
+            await attempt("bob", path)
+        with pytest.raises(UnknownCheckpoint) as absent:
+            await attempt("bob", path_of(hers, "absent"))
+        assert theirs.value.message.replace("9", "absent").endswith(absent.value.message[-20:])
+        with pytest.raises(InvalidRequest):
+            await attempt("alice", "/etc/passwd")
+    assert (await books.find("alice", path)).uri == path
+    await books.delete("alice", path)
+    with pytest.raises(UnknownCheckpoint):
+        await books.delete("alice", path)
+    assert [entry.address.name for entry in await books.list("alice")] == ["9", "10"]
+
+
+async def test_a_damaged_checkpoint_is_not_listed_told_to_its_owner_and_deletable(tmp_path: Path) -> None:
+    vault, hers, _ = await saved_by_two(tmp_path)
+    books = catalog(vault)
+    entry = await books.find("alice", path_of(hers, "9"))
+    (vault.version_dir(entry.version) / MANIFEST_NAME).write_bytes(b"{}")
+    assert entry.uri not in [listed.uri for listed in await books.list("alice")]
+    with pytest.raises(CheckpointUnreadable):
+        await books.find("alice", entry.uri)
+    for attempt in (books.find, books.delete):
+        with pytest.raises(UnknownCheckpoint):
+            await attempt("bob", entry.uri)
+    await books.delete("alice", entry.uri)
+    assert not vault.version_dir(entry.version).exists()
+
+
+async def test_the_only_checkpoint_of_a_forgotten_model_is_damaged_for_who_knows_it_and_nobodys_to_delete(
+    tmp_path: Path,
+) -> None:
+    vault, _, his = await saved_by_two(tmp_path)
+    books = catalog(vault)
+    entry = await books.find("bob", path_of(his, "9"))
+    (vault.version_dir(entry.version) / MANIFEST_NAME).write_bytes(b"{}")
+    with pytest.raises(CheckpointUnreadable):
+        await books.find("bob", entry.uri)
+    with pytest.raises(UnknownCheckpoint):
+        await books.delete("bob", entry.uri)
+    books.known_owner = {his: "bob"}.get
+    with pytest.raises(UnknownCheckpoint):
+        await books.find("alice", entry.uri)
+    await books.delete("bob", entry.uri)
+
+
+async def test_strays_and_a_version_deleted_by_hand_harm_nothing(tmp_path: Path) -> None:
+    vault, hers, _ = await saved_by_two(tmp_path)
+    books = catalog(vault)
+    place = vault.model_dir(hers) / "weights"
+    (place / "lost+found").mkdir()
+    (place / ".tmp-123").mkdir()
+    (place / "file").write_text("stray")
+    (place / "dangling").symlink_to("../.versions/nowhere")
+    gone = await books.find("alice", path_of(hers, "9"))
+    shutil.rmtree(vault.version_dir(gone.version))
+    assert [entry.address.name for entry in await books.list("alice")] == ["9", "10"]
+    for name in ("9", "file", "dangling"):
+        with pytest.raises((CheckpointUnreadable, UnknownCheckpoint)):
+            await books.find("alice", path_of(hers, name))

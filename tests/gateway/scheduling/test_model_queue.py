@@ -1,0 +1,107 @@
+"""One model's order, whatever the arrivals."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.scheduling.errors import InvalidRequest, SequenceConflict
+from gateway.scheduling.futures import Future, FutureBook
+from gateway.scheduling.model_queue import REMEMBERED, KeyBook, ModelQueue
+from gateway.scheduling.models import Model
+from tests.gateway.scheduling.rig import save
+
+BOOK = FutureBook()
+
+
+def new_queue() -> ModelQueue:
+    queue = ModelQueue(Model("s:train:0", "s", "alice", None, None, None, {}))
+    queue.accept(future("create"), 0, b"create")
+    return queue
+
+
+def future(name: str) -> Future:
+    return BOOK.open("alice", "s:train:0", save(name))
+
+
+def names(queue: ModelQueue) -> list[str]:
+    return [getattr(one.request, "name", "") for one in queue.ready]
+
+
+@given(st.permutations(range(1, 9)))
+def test_ready_is_always_the_contiguous_prefix_in_order(arrivals: list[int]) -> None:
+    queue, arrived = new_queue(), set[int]()
+    for number in arrivals:
+        queue.accept(future(str(number)), number, b"")
+        arrived.add(number)
+        prefix = next(n for n in range(1, 10) if n not in arrived)
+        assert names(queue) == ["create", *map(str, range(1, prefix))]
+
+
+@given(st.lists(st.sampled_from(["numbered", "plain"]), max_size=12), st.randoms(use_true_random=False))
+def test_a_command_without_a_number_stays_behind_the_prefix_it_found(kinds: list[str], random: object) -> None:
+    numbers = list(range(1, kinds.count("numbered") + 1))
+    random.shuffle(numbers)  # type: ignore[attr-defined]
+    queue, bounds = new_queue(), dict[str, int]()
+    for index, kind in enumerate(kinds):
+        if kind == "plain":
+            bounds[f"plain{index}"] = queue.contiguous
+            queue.accept(future(f"plain{index}"), None, b"")
+        else:
+            number = numbers.pop()
+            queue.accept(future(str(number)), number, b"")
+    order = names(queue)[1:]
+    for plain, bound in bounds.items():
+        before = [name for name in order[: order.index(plain)] if not name.startswith("plain")]
+        assert before == [str(number) for number in range(1, bound + 1)]
+
+
+def test_a_retry_is_known_and_another_content_is_not() -> None:
+    queue = new_queue()
+    first = future("one")
+    assert queue.known(1, b"print") is None
+    queue.accept(first, 1, b"print")
+    assert queue.known(1, b"print") == first.request_id
+    with pytest.raises(SequenceConflict):
+        queue.known(1, b"other")
+    for impossible in (-1, 2**31):
+        with pytest.raises(InvalidRequest):
+            queue.known(impossible, b"print")
+
+
+def test_recent_numbers_are_remembered_and_old_ones_refused() -> None:
+    queue = new_queue()
+    last = REMEMBERED + 10
+    for number in range(1, last + 1):
+        queue.accept(future("x"), number, b"print")
+        queue.ready.clear()
+        queue.model.pending = 0
+    assert queue.known(last, b"print") is not None
+    assert queue.known(last - REMEMBERED + 1, b"print") is not None
+    with pytest.raises(SequenceConflict):
+        queue.known(1, b"print")
+    assert queue.known(last + 1, b"print") is None
+
+
+def test_what_still_waits_is_remembered_however_much_it_is() -> None:
+    queue = new_queue()
+    for number in range(2, 2 * REMEMBERED):
+        queue.accept(future("x"), number, b"print")
+    assert queue.known(2, b"print") is not None
+    assert names(queue) == ["create"]
+    queue.accept(future("x"), 1, b"print")
+    assert queue.contiguous == 2 * REMEMBERED - 1
+    assert queue.known(2, b"print") is not None
+
+
+def test_keys_belong_to_a_tenant() -> None:
+    keys = KeyBook()
+    keys.accept("alice", "k", "future-1", b"print")
+    assert keys.known("alice", "k", b"print") == "future-1"
+    assert keys.known("bob", "k", b"other") is None
+    with pytest.raises(SequenceConflict):
+        keys.known("alice", "k", b"other")
+    for number in range(REMEMBERED):
+        keys.accept("alice", str(number), "future", b"print")
+    assert keys.known("alice", "k", b"other") is None

@@ -1,0 +1,100 @@
+"""What `cellgate serve` starts, and when it refuses to."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic_settings import CliApp
+
+from gateway.listener import open_listener, probe_url_of, url_of
+from gateway.serve import plan_of, serve
+from gateway.settings import GatewayProcessSettings, ServeSettings
+from gateway.state_directory import StateDirectory
+from gateway.supervisor import Plan
+from trainer_cell.settings import CellSettings
+
+SECRET = "tml-very-secret"
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with open_listener("127.0.0.1", 0) as opened:
+        yield opened
+
+
+def parsed(state: Path, *options: str) -> ServeSettings:
+    return CliApp.run(ServeSettings, cli_args=["--state", str(state), *options])
+
+
+def planned(settings: ServeSettings, listener: socket.socket) -> Plan:
+    return plan_of(settings, StateDirectory(settings.state), {SECRET: "alice"}, listener)
+
+
+def cell_settings(plan: Plan) -> CellSettings:
+    command = plan.cell("/prepared")
+    module = command.index("trainer_cell")
+    assert command[module - 1] == "-m"
+    return CliApp.run(CellSettings, cli_args=command[module + 1 :])
+
+
+def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: socket.socket) -> None:
+    given = ["--ranks", "2", "--slots", "3", "--max-lora-rank", "16", "--dtype", "bf16", "--cache", "/cache"]
+    given += ["--no-load-optim", "--no-save-optim", "--deterministic", "--max-body-mb", "5", "--checkpoints", "/disk"]
+    plan = planned(parsed(tmp_path, *given), listener)
+    cell = cell_settings(plan)
+    assert (cell.base_model, cell.cache, cell.checkpoints) == ("/prepared", Path("/cache"), Path("/disk"))
+    assert (cell.slots, cell.max_lora_rank, cell.dtype, cell.deterministic) == (3, 16, "bf16", True)
+    assert cell.no_load_optim
+    assert cell.no_save_optim
+    assert ("--nproc-per-node", "2") in itertools.pairwise(plan.cell("/prepared"))
+    gateway = CliApp.run(GatewayProcessSettings, cli_args=plan.gateway[3:])
+    assert (gateway.state, gateway.checkpoint_root, gateway.max_body_mb) == (tmp_path, Path("/disk"), 5)
+    assert gateway.gateway_socket == cell.gateway_socket == tmp_path / "run/cell.sock"
+    assert gateway.listen_fd == listener.fileno()
+
+
+def test_what_was_not_given_is_the_cells_to_decide(tmp_path: Path, listener: socket.socket) -> None:
+    cell = cell_settings(planned(parsed(tmp_path), listener))
+    assert (cell.dtype, cell.deterministic, cell.no_load_optim, cell.no_save_optim) == (None, None, False, False)
+
+
+def test_keys_are_on_no_command_line_and_not_in_the_cell(
+    tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CELLGATE_API_KEY", f"{SECRET}=alice")
+    monkeypatch.setenv("CELLGATE_CELL_THREADS", "1")
+    plan = planned(parsed(tmp_path), listener)
+    assert SECRET not in str([plan.gateway, plan.prepare, plan.cell("/prepared")])
+    assert SECRET not in str(plan.cell_environment)
+    assert plan.gateway_environment["CELLGATE_API_KEY"] == f"{SECRET}=alice"
+    assert plan.cell_environment["CELLGATE_CELL_THREADS"] == "1"
+
+
+def test_a_second_service_on_one_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = StateDirectory(tmp_path)
+    held.create()
+    held.lock()
+    assert serve(parsed(tmp_path, "--port", "0")) == 1
+    assert f"another cellgate serves from {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_by_its_address(
+    tmp_path: Path, listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = str(listener.getsockname()[1])
+    assert serve(parsed(tmp_path, "--port", port)) == 1
+    told = capsys.readouterr()
+    assert f"cannot listen on 127.0.0.1:{port}" in told.err
+    assert told.out.startswith("cellgate api key tml-")
+
+
+def test_a_service_on_every_address_is_probed_on_the_loopback_one() -> None:
+    with open_listener("0.0.0.0", 0) as everywhere:
+        port = everywhere.getsockname()[1]
+        assert url_of("0.0.0.0", everywhere) == f"http://0.0.0.0:{port}"
+        assert probe_url_of("0.0.0.0", everywhere) == f"http://127.0.0.1:{port}"
+        assert url_of("::1", everywhere) == f"http://[::1]:{port}"

@@ -1,0 +1,1 @@
+"""The real tinker SDK, unmodified, against a real gateway with a fake cell behind it."""

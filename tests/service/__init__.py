@@ -1,0 +1,1 @@
+"""The whole product: `cellgate serve`, real torchrun ranks, the real SDK."""

@@ -1,0 +1,33 @@
+"""`torchrun … -m trainer_cell`: one rank of a trainer cell."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import warnings
+
+from trainer_cell.settings import CellSettings
+from trainer_cell.watchdog import die_with_parent
+
+
+def main() -> None:
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s"
+    )
+    # What megatron-core has to say of kernels that are not installed is no news here.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="megatron")
+    if rank != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they leave when rank 0 tells them to
+    settings = CellSettings()  # type: ignore[call-arg]  # from the command line
+    from trainer_cell.assembly import run_cell  # torch takes seconds to import: bad options are told before
+
+    run_cell(settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Receive, broadcast, execute, answer: one command at a time on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer_cell import watchdog
+from trainer_cell.checkpoint.load import LoadContext, load_slot
+from trainer_cell.checkpoint.save import SaveContext, save_slot
+from trainer_cell.gateway_link import GatewayLink
+from trainer_cell.protocol.commands import (
+    Command,
+    CreateModel,
+    DiscardGradients,
+    ForgetModels,
+    ForwardBackward,
+    FreeModel,
+    LoadState,
+    OptimStep,
+    SaveState,
+    Stop,
+    Tick,
+    decode_command,
+    encode_command,
+)
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+from trainer_cell.protocol.outcomes import (
+    Failed,
+    GradientsDiscarded,
+    ModelCreated,
+    ModelFreed,
+    ModelsForgotten,
+    Progress,
+    ResidentModel,
+    Success,
+)
+from trainer_cell.ranks import Ranks
+from trainer_cell.training import step
+from trainer_cell.training.build import Base
+from trainer_cell.training.slots import SlotTable
+
+log = logging.getLogger(__name__)
+
+_TICK = encode_command(Tick())
+_STOP = encode_command(Stop())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Everything a command may need; the same on every rank but for `ranks.rank`."""
+
+    ranks: Ranks
+    base: Base
+    slots: SlotTable
+    saving: SaveContext
+    loading: LoadContext
+    command_deadline_s: float
+
+    def resident(self) -> tuple[ResidentModel, ...]:
+        return tuple(
+            ResidentModel(slot.model_id, slot.spec, slot.optimizer.step, slot.optimizer.iteration)
+            for slot in self.slots.resident()
+        )
+
+
+def serve(cell: Cell, link: GatewayLink | None) -> None:
+    """Obey until told to stop. `link` is rank 0's; the other ranks pass None and follow its broadcasts."""
+    while True:
+        frame = cell.ranks.broadcast(_next_frame(link) if link is not None else None)
+        command = decode_command(frame)
+        if isinstance(command, Stop):
+            return
+        if isinstance(command, Tick):
+            continue
+        with watchdog.deadline(cell.command_deadline_s):
+            outcome = _answer(cell, command, link.say if link is not None else _say_nothing)
+        if link is not None and outcome is not None:
+            link.say(outcome)
+
+
+def _next_frame(link: GatewayLink) -> bytes:
+    frame = link.next_frame()
+    if frame is None:
+        return _STOP if link.is_stopping else _TICK
+    return frame
+
+
+def _say_nothing(_progress: Progress) -> None:
+    """Only rank 0 has somebody to tell."""
+
+
+def _answer(cell: Cell, command: Command, report: Callable[[Progress], None]) -> Success | Failed | None:
+    try:
+        return execute(cell, command, report)
+    except CommandFailed as failure:
+        assert not isinstance(command, Tick | Stop)
+        log.warning("%s of %s failed: %r", type(command).__name__, getattr(command, "model_id", "the cell"), failure)
+        return Failed(command.command_id, failure.kind, failure.message)
+
+
+def execute(cell: Cell, command: Command, report: Callable[[Progress], None]) -> Success | None:
+    """Run one command on this rank. All ranks call it together; raises the same `CommandFailed` on each of them,
+    except where only rank 0 has the last word (a save's publish)."""
+    match command:
+        case ForwardBackward():
+            return step.forward_backward(cell.base, cell.slots.get(command.model_id), cell.ranks, command)
+        case OptimStep():
+            return step.optim_step(cell.slots.get(command.model_id), cell.ranks, command)
+        case DiscardGradients():
+            cell.slots.get(command.model_id).optimizer.clear_gradients()
+            return GradientsDiscarded(command.command_id)
+        case CreateModel():
+            return _create(cell, command)
+        case FreeModel():
+            return ModelFreed(command.command_id, cell.slots.free(command.model_id))
+        case SaveState():
+            return save_slot(cell.saving, cell.slots.get(command.model_id), command, report)
+        case LoadState():
+            return load_slot(cell.loading, cell.slots, command)
+        case ForgetModels():
+            return ModelsForgotten(command.command_id, _forget(cell.slots, frozenset(command.keep)))
+        case Tick() | Stop():
+            raise AssertionError("handled by the loop")
+
+
+def _create(cell: Cell, command: CreateModel) -> ModelCreated:
+    if cell.slots.is_resident(command.model_id):
+        raise CommandFailed(ErrorKind.MODEL_EXISTS, f"model {command.model_id} is resident already")
+    try:
+        slot = cell.ranks.agree(lambda: cell.slots.create(command.model_id, command.adapter, command.seed))
+    except CommandFailed:
+        cell.slots.free(command.model_id)  # on the ranks where it went well
+        raise
+    return ModelCreated(command.command_id, slot.num_parameters)
+
+
+def _forget(slots: SlotTable, keep: frozenset[str]) -> int:
+    foreign = [slot.model_id for slot in slots.resident() if slot.model_id not in keep]
+    for model_id in foreign:
+        slots.free(model_id)
+    return len(foreign)

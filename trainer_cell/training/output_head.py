@@ -1,0 +1,56 @@
+"""The output layer: log-probabilities of target tokens, without ever holding the logits of a long row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch.nn.functional import linear, pad
+from torch.utils.checkpoint import checkpoint
+
+from trainer_cell.training.projections import Adapted
+
+# Logits held at once, in elements: 256 MiB in FP32.
+LOGITS_AT_ONCE = 1 << 26
+
+
+class OutputHead(Adapted, torch.nn.Module):  # type: ignore[misc]
+    """Takes the place of the model's output layer and gives the hidden states through; losses call it for the rest.
+
+    weight: [this rank's vocabulary rows, hidden]; rows beyond the true vocabulary are there so that all ranks have
+    equally many, and take part in nothing.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+        super().__init__()
+        self.weight = weight
+        self._logits_at_once = logits_at_once
+
+    def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, this rank's vocabulary rows]; -inf beyond the true vocabulary."""
+        (projection,) = self.projections
+        out = linear(copy_to_tensor_model_parallel_region(hidden), self.weight)
+        surplus = out.size(-1) - projection.size
+        out = out[..., : projection.size] if surplus else out
+        out = out + self.column_product(hidden) if self.is_adapted() else out
+        return pad(out, (0, surplus), value=float("-inf")) if surplus else out
+
+    def target_logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden], int64 [tokens] -> float32 [tokens]. Must be differentiated while the adapter is active."""
+        at_once = max(1, self._logits_at_once // self.weight.size(0))
+        if hidden.size(0) <= at_once:
+            return self._chunk_logprobs(hidden, targets)
+        chunks = zip(hidden.split(at_once), targets.split(at_once), strict=True)
+        if not torch.is_grad_enabled():
+            return torch.cat([self._chunk_logprobs(*chunk) for chunk in chunks])
+        # The logits of a chunk are computed again in the backward pass instead of being kept.
+        return torch.cat([checkpoint(self._chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks])
+
+    def _chunk_logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        # The cross entropy overwrites its argument, which nothing else reads.
+        return -vocab_parallel_cross_entropy(self.logits(hidden).float(), targets)

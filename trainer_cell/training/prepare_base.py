@@ -1,0 +1,28 @@
+"""`python -m trainer_cell.training.prepare_base NAME_OR_PATH [--cache DIR]`: prints the prepared directory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from trainer_cell.training.base_models import BaseUnavailable, default_cache, prepare
+from trainer_cell.training.safetensors_files import DamagedBase
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="prepare_base", description="Bring a base model into the cache, once.")
+    parser.add_argument("name_or_path", help="smollm2-135m, tiny, a directory, or a hub id")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    try:
+        directory = prepare(options.name_or_path, options.cache)
+    except (BaseUnavailable, DamagedBase) as problem:
+        sys.stderr.write(f"{problem}\n")
+        return 1
+    sys.stdout.write(f"{directory}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

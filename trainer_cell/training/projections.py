@@ -1,0 +1,105 @@
+"""Megatron's fused linear layers, each knowing which Hugging Face projections it holds and which adapter acts on them.
+
+Adapter tensors are not parameters of these modules: an adapter hands references in for the length of one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One Hugging Face linear layer and this rank's part of it.
+
+    name: path of the module, e.g. `model.layers.0.self_attn.q_proj`. Its weight is [out_features, in_features].
+    axis: dimension of the weight that tensor parallelism cuts (0 rows, 1 columns); this rank has `size` from `offset`.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    axis: int
+    offset: int
+    size: int
+
+    @property
+    def kind(self) -> str:
+        """`q_proj`, `down_proj`, `lm_head`, …"""
+        return self.name.rsplit(".", 1)[-1]
+
+
+def fuse(parts: Sequence[torch.Tensor], groups: int, dim: int) -> torch.Tensor:
+    """Projections side by side in Megatron's order: for each group in turn, its share of every part."""
+    dim %= parts[0].dim()
+    grouped = [part.unflatten(dim, (groups, -1)) for part in parts]
+    return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
+
+
+class Adapted:
+    """A linear layer that adds the low-rank products of the active adapter, if there is one.
+
+    groups: this rank's KV groups for a fused qkv, else 1.
+    pairs: (A, B) for each projection, None for one the adapter leaves alone; `scale` is alpha / rank.
+    """
+
+    projections: tuple[Projection, ...] = ()
+    groups: int = 1
+    pairs: tuple[Pair | None, ...] = ()
+    scale: float = 1.0
+
+    def is_adapted(self) -> bool:
+        return any(pair is not None for pair in self.pairs)
+
+    def column_product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., this rank's rows of all projections, fused]; A is whole on every rank, B is cut."""
+        present = [pair for pair in self.pairs if pair is not None]
+        low = self.scale * (_as_rows(inputs) @ torch.cat([a for a, _ in present]).t())
+        # One all-reduce in the backward pass for all projections together.
+        lows = iter(copy_to_tensor_model_parallel_region(low).split([a.size(0) for a, _ in present], -1))
+        products = [
+            next(lows) @ pair[1].t() if pair is not None else low.new_zeros(low.size(0), projection.size)
+            for pair, projection in zip(self.pairs, self.projections, strict=True)
+        ]
+        fused = fuse(products, self.groups, -1) if len(products) > 1 else products[0]
+        return fused.view(*inputs.shape[:-1], fused.size(-1))
+
+
+def _as_rows(inputs: torch.Tensor) -> torch.Tensor:
+    # A product of more than two dimensions takes another kernel, and gives other bits, without gradients than with.
+    return inputs.reshape(-1, inputs.size(-1))
+
+
+class AdaptedColumn(Adapted, ColumnParallelLinear):  # type: ignore[misc]
+    """q, k, v fused, or gate and up."""
+
+    def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, bias = super().forward(inputs, *args, **kwargs)
+        return (out + self.column_product(inputs) if self.is_adapted() else out), bias
+
+
+class AdaptedRow(Adapted, RowParallelLinear):  # type: ignore[misc]
+    """o or down."""
+
+    def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, bias = super().forward(inputs, *args, **kwargs)
+        return (out + self._row_product(inputs) if self.is_adapted() else out), bias
+
+    def _row_product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's columns] -> [..., out]; A is cut, B is whole on every rank."""
+        (pair,) = self.pairs
+        assert pair is not None
+        a, b = pair
+        low = self.scale * reduce_from_tensor_model_parallel_region(_as_rows(inputs) @ a.t())
+        return (low @ b.t()).view(*inputs.shape[:-1], b.size(0))
