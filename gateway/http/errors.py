@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -144,6 +144,8 @@ class LastResort:
 
         try:
             await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            log.info("a client hung up in the middle of its body: %s %s", scope.get("method"), scope.get("path"))
         except Exception:
             log.exception("a request failed unexpectedly: %s %s", scope.get("method"), scope.get("path"))
             if scope["type"] != "http" or started:

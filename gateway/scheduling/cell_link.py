@@ -33,6 +33,10 @@ class SocketDirectoryOpen(Exception):
     """Others could reach the socket: its directory must be this user's alone."""
 
 
+class _NotAdmitted(Exception):
+    """Whom the link does not take, for the log."""
+
+
 class _Greeting(msgspec.Struct):
     """What any version of the protocol says first."""
 
@@ -135,24 +139,25 @@ class CellLink:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 frame = await read_frame(reader)
             return self._admitted(frame) if frame is not None else None
+        except _NotAdmitted as error:
+            reason = str(error)
         except (TimeoutError, FrameError, msgspec.DecodeError) as error:
-            return self._refuse(f"a connection that did not say hello: {error!r}")
+            reason = f"a connection that did not say hello: {error!r}"
+        # Who is refused dials again and again: the log tells of it once.
+        log.log(logging.DEBUG if reason == self._last_refusal else logging.ERROR, "refused %s", reason)
+        self._last_refusal = reason
+        return None
 
-    def _admitted(self, frame: bytes) -> Hello | None:
+    def _admitted(self, frame: bytes) -> Hello:
         greeting = msgspec.msgpack.decode(frame, type=_Greeting)
         if greeting.protocol_version != PROTOCOL_VERSION:
-            return self._refuse(f"a cell of protocol {greeting.protocol_version}: ours is {PROTOCOL_VERSION}")
+            raise _NotAdmitted(f"a cell of protocol {greeting.protocol_version}: ours is {PROTOCOL_VERSION}")
         hello = decode_said(frame)
         if not isinstance(hello, Hello):
-            return self._refuse(f"a connection that began with {type(hello).__name__}")
+            raise _NotAdmitted(f"a connection that began with {type(hello).__name__}")
         if self.hello is not None:
-            return self._refuse(f"a second cell, of epoch {hello.epoch}: epoch {self.hello.epoch} is attached")
+            raise _NotAdmitted(f"a second cell, of epoch {hello.epoch}: that of epoch {self.hello.epoch} is attached")
         return hello
-
-    def _refuse(self, whom: str) -> None:
-        # Who is refused dials again and again: the log tells of it once.
-        log.log(logging.DEBUG if whom == self._last_refusal else logging.ERROR, "refused %s", whom)
-        self._last_refusal = whom
 
     async def _attend(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.hello, self._attached = hello, writer

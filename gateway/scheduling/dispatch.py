@@ -106,10 +106,12 @@ class Dispatcher:
         source = await find_loadable(
             self._catalog, model.tenant, request.path, request.load_optimizer, hello, model.adapter
         )
-        if model.model_id not in self._residency:
-            await self._make_room(hello)
-        command = LoadState(new_command_id(), model.model_id, source.version, source.adapter, request.load_optimizer)
-        loaded = await self._link.execute(command)
+        with source.lease:
+            if model.model_id not in self._residency:
+                await self._make_room(hello)
+            loaded = await self._link.execute(
+                LoadState(new_command_id(), model.model_id, source.version, source.adapter, request.load_optimizer)
+            )
         assert isinstance(loaded, StateLoaded)
         model.base_model, model.adapter = hello.base_model.name, source.adapter
         model.step, model.iteration = loaded.step, loaded.iteration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from gateway.scheduling.admission import check_rank, load_address
@@ -11,15 +12,20 @@ from trainer_cell.protocol.commands import AdapterSpec
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Hello
 from trainer_cell.vault.errors import StorageFailed
+from trainer_cell.vault.locks import Lock
 from trainer_cell.vault.manifest import Manifest
 
 
 @dataclass(frozen=True)
 class Loadable:
-    """A version, relative to the checkpoint root, that fits; the public link has been read once."""
+    """A version, relative to the checkpoint root, that fits; the public link has been read once.
+
+    lease: while held, nobody deletes the version.
+    """
 
     version: str
     adapter: AdapterSpec
+    lease: Lock
 
 
 async def find_loadable(
@@ -29,9 +35,11 @@ async def find_loadable(
 
     Raises `CommandFailed`.
     """
-    address = load_address(path)
     try:
-        entry = await catalog.find(tenant, address)
+        entry = await catalog.find(tenant, load_address(path))
+        lease = await asyncio.to_thread(catalog.vault.lease, entry.version)
+        if lease is None:
+            raise UnknownCheckpoint(f"no checkpoint {path}")
     except UnknownCheckpoint as error:
         raise CommandFailed(ErrorKind.CHECKPOINT_NOT_FOUND, error.message) from error
     except CheckpointUnsupported as error:
@@ -40,16 +48,24 @@ async def find_loadable(
         raise CommandFailed(ErrorKind.CHECKPOINT_CORRUPT, error.message) from error
     except StorageFailed as error:
         raise CommandFailed(ErrorKind.STORAGE_FAILED, str(error)) from error
-    _check_base(entry.manifest, hello)
+    try:
+        _check_fit(entry.manifest, path, with_optimizer, hello, into)
+    except CommandFailed:
+        lease.release()
+        raise
+    return Loadable(entry.version, entry.manifest.adapter, lease)
+
+
+def _check_fit(manifest: Manifest, path: str, with_optimizer: bool, hello: Hello, into: AdapterSpec | None) -> None:
+    _check_base(manifest, hello)
     if into is None:
-        check_rank(entry.manifest.adapter.rank, hello)
+        check_rank(manifest.adapter.rank, hello)
     else:
-        _check_adapter(entry.manifest.adapter, into)
-    if with_optimizer and not entry.manifest.has_optimizer and not hello.no_load_optim:
+        _check_adapter(manifest.adapter, into)
+    if with_optimizer and not manifest.has_optimizer and not hello.no_load_optim:
         raise CommandFailed(
             ErrorKind.NO_OPTIMIZER_STATE, f"{path} holds no optimizer state; load it without the optimizer"
         )
-    return Loadable(entry.version, entry.manifest.adapter)
 
 
 def _check_base(manifest: Manifest, hello: Hello) -> None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import FrameType
@@ -111,5 +112,10 @@ def supervisor(directory: Path, kinds: str, stop_grace_s: str) -> None:
 
 
 if __name__ == "__main__":
-    roles = {"gateway": gateway, "cell": cell, "broken": broken, "supervisor": supervisor}
+    roles: dict[str, Callable[..., None]] = {
+        "gateway": gateway,
+        "cell": cell,
+        "broken": broken,
+        "supervisor": supervisor,
+    }
     roles[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

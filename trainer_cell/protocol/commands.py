@@ -71,7 +71,7 @@ class FreeModel(_Command, frozen=True, tag="free_model"):
 
 
 class ForwardBackward(_Command, frozen=True, tag="forward_backward"):
-    """Losses and logprobs of `data`, in order; unless `forward_only`, the gradient of the summed loss is accumulated."""
+    """Losses and logprobs of `data`, in order; unless `forward_only`, the gradient of their sum is accumulated."""
 
     data: tuple[Datum, ...]
     loss: str
@@ -133,9 +133,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
     """End the cell in good order: every rank leaves its loop."""
 
 
-ModelCommand = (
-    CreateModel | FreeModel | ForwardBackward | OptimStep | DiscardGradients | SaveState | LoadState
-)
+ModelCommand = CreateModel | FreeModel | ForwardBackward | OptimStep | DiscardGradients | SaveState | LoadState
 Command = ModelCommand | ForgetModels | Tick | Stop
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""The output layer: log-probabilities of target tokens, without ever holding the logits of a long row."""
+"""The output layer: log-probabilities of target tokens, a chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_cell.training.projections import Adapted
 
-# Logits held at once, in elements: 256 MiB in FP32.
+# In elements: 256 MiB in FP32 for the logits of one chunk, 1 GiB for what a row keeps until its backward pass. A row
+# that would keep more computes its logits a second time instead, at a tenth more work.
 LOGITS_AT_ONCE = 1 << 26
+LOGITS_KEPT = 1 << 28
 
 
 class OutputHead(Adapted, torch.nn.Module):  # type: ignore[misc]
@@ -23,10 +25,11 @@ class OutputHead(Adapted, torch.nn.Module):  # type: ignore[misc]
     equally many, and take part in nothing.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+    def __init__(self, weight: torch.nn.Parameter, at_once: int = LOGITS_AT_ONCE, kept: int = LOGITS_KEPT) -> None:
         super().__init__()
         self.weight = weight
-        self._logits_at_once = logits_at_once
+        self._tokens_at_once = max(1, at_once // weight.size(0))
+        self._tokens_kept = kept // weight.size(0)
 
     def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:
         return hidden, None
@@ -42,14 +45,10 @@ class OutputHead(Adapted, torch.nn.Module):  # type: ignore[misc]
 
     def target_logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden], int64 [tokens] -> float32 [tokens]. Must be differentiated while the adapter is active."""
-        at_once = max(1, self._logits_at_once // self.weight.size(0))
-        if hidden.size(0) <= at_once:
-            return self._chunk_logprobs(hidden, targets)
-        chunks = zip(hidden.split(at_once), targets.split(at_once), strict=True)
-        if not torch.is_grad_enabled():
-            return torch.cat([self._chunk_logprobs(*chunk) for chunk in chunks])
-        # The logits of a chunk are computed again in the backward pass instead of being kept.
-        return torch.cat([checkpoint(self._chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks])
+        chunks = zip(hidden.split(self._tokens_at_once), targets.split(self._tokens_at_once), strict=True)
+        if torch.is_grad_enabled() and hidden.size(0) > self._tokens_kept:
+            return torch.cat([checkpoint(self._chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks])
+        return torch.cat([self._chunk_logprobs(*chunk) for chunk in chunks])
 
     def _chunk_logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # The cross entropy overwrites its argument, which nothing else reads.

@@ -62,22 +62,31 @@ class Adapted:
     def is_adapted(self) -> bool:
         return any(pair is not None for pair in self.pairs)
 
-    def column_product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., this rank's rows of all projections, fused]; A is whole on every rank, B is cut."""
+    def column_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """[tokens, in] -> [tokens, this rank's part of all projections, fused]; A is whole on every rank, B is cut."""
         present = [pair for pair in self.pairs if pair is not None]
-        low = self.scale * (_as_rows(inputs) @ torch.cat([a for a, _ in present]).t())
+        low = self.scale * (rows @ torch.cat([a for a, _ in present]).t())
         # One all-reduce in the backward pass for all projections together.
         lows = iter(copy_to_tensor_model_parallel_region(low).split([a.size(0) for a, _ in present], -1))
         products = [
-            next(lows) @ pair[1].t() if pair is not None else low.new_zeros(low.size(0), projection.size)
+            next(lows) @ pair[1].t() if pair is not None else rows.new_zeros(rows.size(0), projection.size)
             for pair, projection in zip(self.pairs, self.projections, strict=True)
         ]
-        fused = fuse(products, self.groups, -1) if len(products) > 1 else products[0]
-        return fused.view(*inputs.shape[:-1], fused.size(-1))
+        return fuse(products, self.groups, -1) if len(products) > 1 else products[0]
+
+    def row_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """[tokens, this rank's part of in] -> [tokens, out]; A is cut, B is whole on every rank."""
+        (pair,) = self.pairs
+        assert pair is not None
+        a, b = pair
+        return (self.scale * reduce_from_tensor_model_parallel_region(rows @ a.t())) @ b.t()
 
 
-def _as_rows(inputs: torch.Tensor) -> torch.Tensor:
-    # A product of more than two dimensions takes another kernel, and gives other bits, without gradients than with.
+def as_rows(inputs: torch.Tensor) -> torch.Tensor:
+    """[..., features] -> [all the rest, features].
+
+    Products of more than two dimensions take other kernels: slower ones, and others without gradients than with.
+    """
     return inputs.reshape(-1, inputs.size(-1))
 
 
@@ -85,21 +94,17 @@ class AdaptedColumn(Adapted, ColumnParallelLinear):  # type: ignore[misc]
     """q, k, v fused, or gate and up."""
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, bias = super().forward(inputs, *args, **kwargs)
-        return (out + self.column_product(inputs) if self.is_adapted() else out), bias
+        rows = as_rows(inputs)
+        out, bias = super().forward(rows, *args, **kwargs)
+        out = out + self.column_product(rows) if self.is_adapted() else out
+        return out.view(*inputs.shape[:-1], -1), bias
 
 
 class AdaptedRow(Adapted, RowParallelLinear):  # type: ignore[misc]
     """o or down."""
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, bias = super().forward(inputs, *args, **kwargs)
-        return (out + self._row_product(inputs) if self.is_adapted() else out), bias
-
-    def _row_product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., this rank's columns] -> [..., out]; A is cut, B is whole on every rank."""
-        (pair,) = self.pairs
-        assert pair is not None
-        a, b = pair
-        low = self.scale * reduce_from_tensor_model_parallel_region(_as_rows(inputs) @ a.t())
-        return (low @ b.t()).view(*inputs.shape[:-1], b.size(0))
+        rows = as_rows(inputs)
+        out, bias = super().forward(rows, *args, **kwargs)
+        out = out + self.row_product(rows) if self.is_adapted() else out
+        return out.view(*inputs.shape[:-1], -1), bias

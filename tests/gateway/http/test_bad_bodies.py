@@ -114,7 +114,7 @@ json_values = strategies.recursive(
 
 
 @hypothesis.settings(
-    max_examples=100, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(data=strategies.data())
 def test_invented_bodies_get_typed_refusals_or_futures_that_end(
@@ -127,7 +127,7 @@ def test_invented_bodies_get_typed_refusals_or_futures_that_end(
 
 
 @hypothesis.settings(
-    max_examples=100, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(data=strategies.data())
 def test_a_broken_protobuf_gets_a_typed_refusal_or_a_future_that_ends(

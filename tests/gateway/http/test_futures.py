@@ -166,7 +166,9 @@ def test_polls_that_were_dropped_leave_nothing_behind(directory: Path) -> None:
         assert gateway.alice.poll(request_id).json()["step"] == 1
 
 
-def test_a_stop_ends_open_polls_with_429_and_lets_the_running_command_finish(directory: Path) -> None:
+def test_a_stop_ends_open_polls_with_429_and_lets_the_running_command_finish(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with running_gateway(directory, Limits(poll_s=60)) as gateway:
         assert gateway.cell is not None
         alice = gateway.alice
@@ -195,6 +197,7 @@ def test_a_stop_ends_open_polls_with_429_and_lets_the_running_command_finish(dir
         hold.release()
         assert within(10, lambda: gateway.scheduler.futures.get("alice", running).state == "succeeded")
         assert gateway.cell.count(OptimStep) == 0
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def num_tasks() -> int:

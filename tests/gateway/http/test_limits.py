@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -149,6 +151,20 @@ def test_a_bug_in_a_route_is_a_json_500_without_a_traceback(server: Listening) -
     assert b'"type":"internal"' in answer
     assert b"secret" not in answer
     assert b"Traceback" not in answer
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_no_error(
+    server: Listening, counts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gateway"):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head("Content-Length: 100") + b"x" * 50)
+        deadline = time.monotonic() + 5
+        while "hung up" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "hung up" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert counts == []
 
 
 def test_json_bodies_have_a_limit_of_their_own(shared_gateway: RunningGateway) -> None:

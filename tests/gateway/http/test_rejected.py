@@ -226,7 +226,7 @@ numbers = itertools.count(1)
 
 
 @hypothesis.settings(
-    max_examples=100, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(
     route=strategies.sampled_from(["optim_step", "save_weights", "load_weights"]),

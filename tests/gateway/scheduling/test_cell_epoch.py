@@ -26,7 +26,7 @@ from tests.gateway.scheduling.rig import (
     succeeded,
     within,
 )
-from trainer_cell.protocol.commands import CreateModel, ForgetModels, ForwardBackward, OptimStep, SaveState
+from trainer_cell.protocol.commands import CreateModel, ForgetModels, ForwardBackward, SaveState
 from trainer_cell.vault.layout import CheckpointAddress
 
 
@@ -168,15 +168,15 @@ async def test_a_cell_that_only_lost_its_connection_keeps_its_models(tmp_path: P
         idle, busy = await gateway.model(), await gateway.model()
         for future in gateway.submit(idle, forward_backward(), optim_step(), forward_backward(7)):
             await succeeded(future)
-        hold = cell.hold_next(OptimStep)
-        _, running = gateway.submit(busy, forward_backward(), optim_step())
+        hold = cell.hold_next(ForwardBackward)
+        running = gateway.scheduler.submit("alice", busy, 1, forward_backward())
         await reached(hold)
         cell.drop_connection()
         assert await failed(running) == "cell_lost"
         assert gateway.scheduler.model("alice", idle).state == "lost"
         hold.release()
         other = await gateway.model()
-        # Whether the step of the busy one was made nobody can say: only a load brings it back.
+        # Whether the gradient of the busy one has grown nobody can say: only a load brings it back.
         assert gateway.scheduler.model("alice", busy).state == "lost"
         assert gateway.scheduler.model("alice", idle).state == "ready"
         assert cell.slots.models.keys() == {idle, other}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.scheduling.fairness import QUANTUM, FairShare
@@ -28,9 +28,10 @@ def test_tenants_get_equal_cost_not_equal_numbers_of_commands() -> None:
     assert abs(spent["small"] - spent["large"]) <= 2 * (5_000 + QUANTUM)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.sampled_from("abcde"), st.integers(1, 50_000), min_size=1))
 def test_nobody_falls_behind_by_more_than_a_command_and_a_quantum(costs: dict[str, int]) -> None:
-    spent = served(costs, 2_000)
+    spent = served(costs, 300)
     if len(spent) == len(costs):
         assert max(spent.values()) - min(spent.values()) <= 2 * (max(costs.values()) + QUANTUM)
     else:

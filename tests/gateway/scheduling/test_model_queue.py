@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.scheduling.errors import InvalidRequest, SequenceConflict
@@ -29,6 +29,7 @@ def names(queue: ModelQueue) -> list[str]:
     return [getattr(one.request, "name", "") for one in queue.ready]
 
 
+@settings(deadline=None)
 @given(st.permutations(range(1, 9)))
 def test_ready_is_always_the_contiguous_prefix_in_order(arrivals: list[int]) -> None:
     queue, arrived = new_queue(), set[int]()
@@ -39,6 +40,7 @@ def test_ready_is_always_the_contiguous_prefix_in_order(arrivals: list[int]) -> 
         assert names(queue) == ["create", *map(str, range(1, prefix))]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["numbered", "plain"]), max_size=12), st.randoms(use_true_random=False))
 def test_a_command_without_a_number_stays_behind_the_prefix_it_found(kinds: list[str], random: object) -> None:
     numbers = list(range(1, kinds.count("numbered") + 1))

@@ -50,14 +50,17 @@ def test_rows_hold_the_sequences_in_order_under_the_limit(lengths: list[int], li
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])
-def test_logprobs_in_chunks_are_those_of_all_logits_at_once(base: Base, with_gradient: bool) -> None:
+def test_logprobs_in_chunks_kept_or_computed_again_are_those_of_all_logits_at_once(
+    base: Base, with_gradient: bool
+) -> None:
     assert base.head is not None
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(37, base.shape.hidden, generator=generator)
     targets = torch.randint(0, base.shape.vocab, (37,), generator=generator)
     said, gradients = [], []
-    for logits_at_once in (1 << 26, 10 * base.shape.vocab):
-        head = OutputHead(base.head.weight, logits_at_once)
+    chunk = 10 * base.shape.vocab
+    for at_once, kept in ((1 << 26, 1 << 28), (chunk, 1 << 28), (chunk, chunk)):
+        head = OutputHead(base.head.weight, at_once, kept)
         head.projections = base.head.projections
         inputs = hidden.clone().requires_grad_(with_gradient)
         said.append(head.target_logprobs(inputs, targets))
@@ -65,7 +68,8 @@ def test_logprobs_in_chunks_are_those_of_all_logits_at_once(base: Base, with_gra
             (said[-1] * torch.arange(37)).sum().backward()
             gradients.append(inputs.grad)
     expected = torch.log_softmax(hidden @ base.head.weight.t(), -1).gather(-1, targets[:, None])[:, 0]
-    assert torch.allclose(said[0], expected, atol=1e-5)
-    assert torch.allclose(said[1], said[0], atol=1e-5)
+    assert all(torch.allclose(values, expected, atol=1e-5) for values in said)
+    assert torch.equal(said[1], said[2])
     if with_gradient:
         assert torch.allclose(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(gradients[1], gradients[2])

@@ -37,17 +37,20 @@ class UnsyncedDisk(Disk):
 
 class FailingDisk(UnsyncedDisk):
     """Fails with `number` at call `at` (counted from 0): before it acts or, with `late`, when it has acted; only then
-    or, with `lasting`, at each call from there on."""
+    or, with `lasting`, at each call from there on. succeeded: the other calls, in order."""
 
     def __init__(self, at: int, number: int = errno.EIO, late: bool = False, lasting: bool = False) -> None:
         self._at, self._number, self._late, self._lasting = at, number, late, lasting
         self._count = -1
         self.failed: str | None = None
+        self.succeeded: list[tuple[str, Path]] = []
 
     def call(self, operation: str, path: Path, act: Callable[[], T]) -> T:
         self._count += 1
         if self._count < self._at or (self._count > self._at and not self._lasting):
-            return super().call(operation, path, act)
+            result = super().call(operation, path, act)
+            self.succeeded.append((operation, path))
+            return result
         self.failed = operation
         if self._late or operation == "close":
             super().call(operation, path, act)

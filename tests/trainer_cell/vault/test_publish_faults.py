@@ -48,8 +48,19 @@ def before(overwrite: bool) -> dict[str, bytes] | None:
     return contents(OLD) if overwrite else None
 
 
+def is_confirmed(disk: FailingDisk, vault: Vault) -> bool:
+    """Whether the last change of the public name is followed by a sync of its directory."""
+    public = vault.public_path(ADDRESS)
+    synced = max(at for at, call in enumerate(disk.succeeded) if call == ("fsync", public.parent))
+    return synced > max(at for at, (_, path) in enumerate(disk.succeeded) if path == public)
+
+
+def versions(vault: Vault) -> list[Path]:
+    return list(vault.root.glob("*/.versions/*"))
+
+
 def check_all_versions(vault: Vault) -> None:
-    for version in vault.versions_dir(ADDRESS.model_id).iterdir():
+    for version in versions(vault):
         assert verify_version(version) == []
 
 
@@ -85,8 +96,10 @@ def test_one_error_at_any_call_fails_whole_or_succeeds_whole_and_a_retry_works(
         failure = failure_of(Vault(vault.root, disk), overwrite)
         assert load(vault) == (before(overwrite) if failure else contents(NEW))
         assert failure is None or (type(failure), failure.errno) == (StorageFailed, number)
+        assert failure or is_confirmed(disk, vault)
         outcomes.add("failed" if failure else "succeeded")
         assert leftovers(vault) == []
+        assert len(versions(vault)) == overwrite + (failure is None)
         save(vault, seed=NEXT, overwrite=True)
         assert load(vault) == contents(NEXT)
         check_all_versions(vault)

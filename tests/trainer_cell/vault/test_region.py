@@ -27,7 +27,8 @@ def elements(region: Region) -> list[tuple[int, ...]]:
 
 
 def value(element: tuple[int, ...], item_bytes: int) -> bytes:
-    return (1 + sum(at * 5**axis for axis, at in enumerate(element)) % 255).to_bytes(1, "little") * item_bytes
+    number: int = 1 + sum(at * 5**axis for axis, at in enumerate(element)) % 255
+    return number.to_bytes(1, "little") * item_bytes
 
 
 @given(tensors_with_two_parts())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -21,6 +22,11 @@ from trainer_cell.vault.staging import Staging
 NAME = "rank00000.safetensors"
 
 
+def deserialize(path: Path) -> dict[str, dict[str, Any]]:
+    """As the safetensors library reads it."""
+    return dict(safetensors.deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
+
+
 def staging_at(root: Path, disk: Disk = LOCAL_DISK) -> Staging:
     return Staging(begin(new_vault(root), ADDRESS, False, 0, EPOCH).directory, "", disk)
 
@@ -33,7 +39,7 @@ def test_the_safetensors_library_reads_the_same_bytes(
     staging = staging_at(tmp_path)
     pieces = whole_pieces(1)
     write_shard(staging, NAME, pieces)
-    read = dict(safetensors.deserialize((staging.directory / NAME).read_bytes()))
+    read = deserialize(staging.directory / NAME)
     assert {key: bytes(tensor["data"]) for key, tensor in read.items()} == {piece.key: piece.data for piece in pieces}
     assert {key: (tensor["dtype"], tuple(tensor["shape"])) for key, tensor in read.items()} == {
         piece.key: (piece.dtype, piece.shape) for piece in pieces
@@ -61,11 +67,7 @@ def test_every_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
     wide = TensorPiece("b", "I64", (1,), (1,), None, 0, bytes(8))
     middle = TensorPiece("c", "F32", (1,), (1,), None, 0, bytes(4))
     written = write_shard(staging_at(tmp_path), NAME, [odd, middle, wide])
-    assert [begin % size for (begin, _), size in zip(map(written.tensors.get, "abc"), (2, 8, 4), strict=True)] == [
-        0,
-        0,
-        0,
-    ]  # type: ignore[misc]
+    assert [written.tensors[key][0] % size for key, size in (("a", 2), ("b", 8), ("c", 4))] == [0, 0, 0]
 
 
 def test_progress_is_told_in_bytes_and_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,7 @@ def test_more_buffers_than_one_call_takes_and_writes_cut_short_by_the_kernel_arr
     for disk in (LOCAL_DISK, Stingy()):
         staging = staging_at(tmp_path / type(disk).__name__, disk)
         write_shard(staging, NAME, many)
-        read = dict(safetensors.deserialize((staging.directory / NAME).read_bytes()))
+        read = deserialize(staging.directory / NAME)
         assert {key: bytes(tensor["data"]) for key, tensor in read.items()} == {piece.key: piece.data for piece in many}
 
 

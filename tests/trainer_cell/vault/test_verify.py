@@ -100,7 +100,7 @@ def test_any_sharding_is_read_under_any_other(
 
 
 def _without(key: str) -> Changed:
-    return lambda wanted: wanted.pop(key) and None
+    return lambda wanted: wanted.__delitem__(key)
 
 
 def _with(key: str, **fields: Any) -> Changed:
