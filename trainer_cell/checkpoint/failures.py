@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.vault import errors as vault_errors
+from trainer_cell.vault.layout import InvalidAddress
 
 _KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
+    (InvalidAddress, ErrorKind.BAD_COMMAND),
     (vault_errors.CheckpointExists, ErrorKind.CHECKPOINT_EXISTS),
     (vault_errors.UnsupportedFormat, ErrorKind.CHECKPOINT_INCOMPATIBLE),
     (vault_errors.CheckpointDamaged, ErrorKind.CHECKPOINT_CORRUPT),

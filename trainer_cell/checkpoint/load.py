@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -88,8 +87,8 @@ def _check_adapter(stored: AdapterSpec, live: AdapterSpec) -> None:
 
 
 def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
-    directory: Path = context.vault.root / command.version
     with vault_failures():
+        directory = context.vault.version_dir(command.version)
         manifest = read_manifest(directory)
     _check_manifest(context, slot, manifest)
     with_optimizer = command.load_optimizer and not context.no_load_optim
@@ -100,7 +99,13 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
     stored = stored_parts(manifest.dtype, manifest.has_optimizer)
     needed = _needed_parts(stored, with_optimizer, manifest.dtype, context.dtype)
     wanted = {
-        f"{name}/{part}": Wanted(sharding.axis, sharding.offset, sharding.local_shape)
+        f"{name}/{part}": Wanted(
+            sharding.axis,
+            sharding.offset,
+            sharding.local_shape,
+            sharding.global_shape,
+            part_dtype(part, manifest.dtype),
+        )
         for part in needed
         for name, sharding in slot.adapter.table.items()
     }

@@ -36,7 +36,7 @@ def settle_publish(
         current = vault.resolve(address)  # of one name, versions sort as their ids do
         if current == told:
             pointer.confirm()
-        elif current is not None and (not overwrite or current > told):
+        elif current is not None and current > told:
             discard(vault, vault.version_dir(told))
             return None
         else:

@@ -116,6 +116,16 @@ def test_the_command_prints_the_directory_alone(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_processes_that_prepare_at_once_agree_and_leave_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer_cell.training.prepare_base", "tiny", "--cache", str(tmp_path)]
+    running = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    said = {process.communicate()[0] for process in running}
+    assert [process.returncode for process in running] == [0] * 4
+    assert said == {f"{tmp_path / 'base' / 'tiny'}\n"}
+    assert [path.name for path in (tmp_path / "base").iterdir()] == ["tiny"]
+    assert weights_digest(tmp_path / "base" / "tiny") == TINY_DIGEST
+
+
 def test_the_byte_tokenizer_gives_text_back(tiny: Path) -> None:
     from tokenizers import Tokenizer
 

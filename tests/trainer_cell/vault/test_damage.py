@@ -109,12 +109,19 @@ def _link(path: Path) -> None:
     path.symlink_to("moved")
 
 
+def _link_of_the_same_size(path: Path) -> None:
+    size = path.stat().st_size
+    path.rename(path.with_name("moved"))
+    path.symlink_to("." + "/" * (size - len(".moved")) + "moved")
+    assert path.lstat().st_size == size
+
+
 def _directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-@pytest.mark.parametrize("replace", [_link, _directory])
+@pytest.mark.parametrize("replace", [_link, _link_of_the_same_size, _directory])
 @pytest.mark.parametrize("name", ["manifest.json", "rank00000.safetensors"])
 def test_what_is_not_a_regular_file_is_refused(version: Path, name: str, replace: Callable[[Path], None]) -> None:
     replace(version / name)

@@ -21,6 +21,8 @@ from trainer_cell.vault.layout import (
     model_id_of,
 )
 
+# The right version, told from the wrong place.
+OTHER_FORM = "weights.n.01KB9ZZZZZZZZZZZZZZZZZZZZZ"
 BAD_SEGMENTS = [
     "", ".", "..", "../x", "/etc/x", "a/b", "x%2f..%2fy", "x\0", "x\n", "\nx", "x ", " x", "x.", ".x", "-x", "_x",
     "x\u00e9", "\u0663", "x\\y", "~x", "x" * 300,
@@ -103,7 +105,7 @@ def test_resolving_tells_a_version_relative_to_the_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["../../other/.versions/weights.n.01KB9ZZZZZZZZZZZZZZZZZZZZZ", "/etc", "../.versions/x"]
+    "target", ["../../other/.versions/weights.n.01KB9ZZZZZZZZZZZZZZZZZZZZZ", "/etc", "../.versions/x", OTHER_FORM]
 )
 def test_a_link_that_leads_anywhere_but_to_a_version_of_its_name_is_refused(tmp_path: Path, target: str) -> None:
     vault = new_vault(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from tests.trainer_cell.vault.checkpoints import ADDRESS, contents, leftovers, load, new_vault, save, tree
 from tests.trainer_cell.vault.disks import Crash, CrashingDisk, FailingDisk
 from trainer_cell.vault import locks
+from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import StorageFailed, VaultLocked
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.publish import abandon, begin, sweep_staging
@@ -96,10 +97,30 @@ def test_an_epoch_has_one_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pass
 
 
+class _SweptBetween(Disk):
+    """A sweep that takes the epoch for dead comes between opening its lock file and locking it, once."""
+
+    def __init__(self) -> None:
+        self.swept = False
+
+    def try_lock(self, descriptor: int, path: Path, exclusive: bool) -> bool:
+        if not self.swept:
+            self.swept = True
+            path.unlink()
+        return super().try_lock(descriptor, path, exclusive)
+
+
+def test_a_lock_on_a_file_that_a_sweep_has_removed_does_not_count(tmp_path: Path) -> None:
+    new_vault(tmp_path)
+    vault = Vault(tmp_path, _SweptBetween())
+    with vault.hold_epoch("E"):
+        assert locks.try_lock_epoch(vault.disk, vault.staging_root, "E") is None
+
+
 def test_an_epoch_outwaits_the_sweep_that_holds_its_lock(tmp_path: Path) -> None:
     vault = new_vault(tmp_path)
-    lock = locks.try_lock_epoch(vault.disk, vault.staging_root, "E")
-    assert lock is not None
+    sweep = locks.try_lock_epoch(vault.disk, vault.staging_root, "E")
+    assert sweep is not None
     held = threading.Event()
 
     def live() -> None:
@@ -108,12 +129,10 @@ def test_an_epoch_outwaits_the_sweep_that_holds_its_lock(tmp_path: Path) -> None
 
     cell = threading.Thread(target=live)
     cell.start()
-    # As a sweep ends: the file is unlinked, then the lock released. A lock on that file would be worth nothing.
     locks.epoch_lock_path(vault.staging_root, "E").unlink()
-    lock.release()
+    sweep.release()
     assert held.wait(30)
     cell.join()
-    assert locks.epoch_lock_path(vault.staging_root, "E").exists()
 
 
 def test_a_model_lock_that_is_never_freed_is_a_typed_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
