@@ -41,6 +41,7 @@ class RunningService:
             *options,
         )
         self._environment = {**os.environ, **(environment or {})}
+        self._clients: list[tinker.ServiceClient] = []
         self.log: deque[str] = deque(maxlen=2000)
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
@@ -97,6 +98,7 @@ class RunningService:
 
     def kill_everything(self) -> None:
         """SIGKILL to every process at once, and wait until all are gone; fine when they are already."""
+        self.end_clients()
         if self._process is None or self._process.poll() is not None:
             return
         processes = self.everything()
@@ -109,6 +111,7 @@ class RunningService:
     def stop(self) -> int:
         """SIGTERM and the exit status."""
         assert self._process is not None
+        self.end_clients()
         if self._process.poll() is None:
             processes = self.everything()
             self._process.send_signal(signal.SIGTERM)
@@ -136,7 +139,15 @@ class RunningService:
     # --- clients
 
     def client(self, key: str = API_KEY) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=key)
+        client = tinker.ServiceClient(base_url=self.url, api_key=key)
+        self._clients.append(client)
+        return client
+
+    def end_clients(self) -> None:
+        """As if their programs had died: no more heartbeats, and nothing said to the service."""
+        for client in self._clients:
+            client.holder.run_coroutine_threadsafe(client._close_holders()).result(timeout=30)
+        self._clients.clear()
 
 
 def _kill(process: psutil.Process) -> None:

@@ -121,8 +121,8 @@ def test_a_model_that_cannot_be(one_rank: RunningService, options: dict[str, obj
 def test_an_adapter_without_targets_is_refused(one_rank: RunningService) -> None:
     """The SDK refuses it before it sends anything, so this asks over plain REST."""
     targets = {"train_attn": False, "train_mlp": False, "train_unembed": False}
-    made = Rest(one_rank).run("POST", "/v1/models", {"base_model": "tiny", "rank": 8, **targets})
-    assert (made["state"], made["error"]["category"]) == ("failed", "user")
+    answer = Rest(one_rank).http.post("/v1/models", json={"base_model": "tiny", "rank": 8, **targets})
+    assert (answer.status_code, answer.json()["type"]) == (422, "invalid_request")
 
 
 def test_each_legal_set_of_targets_saves_loads_and_steps(one_rank: RunningService) -> None:

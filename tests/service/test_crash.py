@@ -57,6 +57,7 @@ def test_a_save_that_is_killed_leaves_the_old_state_or_the_new_one(serve: Serve,
     save_s = timed_save(model)
     for number, kill in enumerate(pick.sample(KILLS, len(KILLS))):
         good = one_round(service, good, number, kill, pick, save_s)
+        service.end_clients()
     assert service.stop() == 0
 
 
