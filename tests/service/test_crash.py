@@ -42,8 +42,8 @@ def kill_the_gateway(service: RunningService, _: random.Random) -> list[psutil.P
 
 # 15 on each number of ranks; a gateway comes back in a second, a cell has torch to import.
 KILLS: list[Kill] = [
-    *[kill_the_gateway] * 8,
-    *[kill_a_rank] * 4,
+    *[kill_the_gateway] * 9,
+    *[kill_a_rank] * 3,
     *[kill_the_cell] * 3,
 ]
 
