@@ -57,7 +57,7 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
         options += ["--no-load-optim"] * settings.no_load_optim + ["--no-save-optim"] * settings.no_save_optim
         # The loopback address twice: a host name need not resolve. A cell is never restarted by its agent: a new one
         # is a new epoch, and that is this supervisor's to start.
-        torchrun = [python, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(settings.ranks)]
+        torchrun = [python, "-m", "trainer_cell.agent", "--nnodes", "1", "--nproc-per-node", str(settings.ranks)]
         torchrun += ["--max-restarts", "0", "--local-addr", "127.0.0.1"]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         return [*torchrun, "-m", "trainer_cell", *options]
