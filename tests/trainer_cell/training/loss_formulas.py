@@ -6,7 +6,7 @@ Needs torch, not the cell. Everything is of one sequence, in float64.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,30 @@ CASES = {
     "dro": _given("dro", beta=0.05),
     "gspo": _given("gspo", **_clips(0.9, 1.1)),
 }
+
+
+@dataclass
+class Result:
+    """What one loss makes of the data: log-probabilities by sequence, the loss, gradients of the adapter."""
+
+    logprobs: list[torch.Tensor]
+    loss: float
+    gradients: Tensors
+
+
+@dataclass
+class Losses:
+    """Data, and what a reference makes of it.
+
+    inputs: of all losses, by sequence. fp32: by name of the case, in FP32 throughout. exact and bf16: cross_entropy of
+    the model with its weights rounded to BF16, computed in FP32 and in BF16.
+    """
+
+    tokens: list[torch.Tensor]
+    inputs: list[Tensors] = field(default_factory=list)
+    fp32: dict[str, Result] = field(default_factory=dict)
+    exact: Result | None = None
+    bf16: Result | None = None
 
 
 def value(case: Case, logprobs: Floats, inputs: Mapping[str, Floats]) -> float:
