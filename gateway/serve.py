@@ -54,6 +54,7 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
             options += ["--dtype", settings.dtype]
         if settings.deterministic is not None:
             options.append("--deterministic" if settings.deterministic else "--no-deterministic")
+        options += ["--recompute"] * settings.recompute
         options += ["--no-load-optim"] * settings.no_load_optim + ["--no-save-optim"] * settings.no_save_optim
         # The loopback address twice: a host name need not resolve. A cell is never restarted by its agent: a new one
         # is a new epoch, and that is this supervisor's to start.

@@ -132,6 +132,9 @@ class ServeSettings(GatewaySettings):
     deterministic: bool | None = Field(
         None, description="results do not depend on who else is on the cell; default: on on CPU, off on GPU"
     )
+    recompute: CliToggleFlag[bool] = Field(
+        False, description="compute activations twice instead of keeping them: less memory, more work, same results"
+    )
     no_load_optim: CliToggleFlag[bool] = Field(
         False, description="loads never restore the optimizer, whatever a request says"
     )

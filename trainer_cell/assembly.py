@@ -80,7 +80,7 @@ def _build(settings: CellSettings, choices: _Choices, ranks: Ranks) -> tuple[Cel
     directory = Path(ranks.first(lambda: str(prepare(settings.base_model, settings.cache or default_cache()))))
     layout = Layout(world=ranks.world, tensor=1, pipeline=1, data=ranks.world)
     start_parallel(layout, choices.deterministic)
-    base = build_base(directory, layout, choices.device, _TORCH_DTYPES[choices.dtype])
+    base = build_base(directory, layout, choices.device, _TORCH_DTYPES[choices.dtype], settings.recompute)
     epoch = ranks.first(new_ulid)
     vault = Vault(settings.checkpoints)
     facts = SaveFacts(epoch, base.description, layout, choices.dtype, library_versions())

@@ -36,5 +36,8 @@ class CellSettings(BaseSettings):
         False, description="loads never restore the optimizer, whatever a request says"
     )
     no_save_optim: CliToggleFlag[bool] = Field(False, description="checkpoints hold weights alone")
+    recompute: CliToggleFlag[bool] = Field(
+        False, description="layers compute again in the backward pass what they would keep: less memory, more work"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: cores / local ranks")
     command_deadline_s: float = Field(3600.0, gt=0, description="a command that takes longer ends the cell")

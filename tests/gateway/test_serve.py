@@ -44,12 +44,14 @@ def cell_settings(plan: Plan) -> CellSettings:
 def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: socket.socket) -> None:
     given = ["--ranks", "2", "--slots", "3", "--max-lora-rank", "16", "--dtype", "bf16", "--cache", "/cache"]
     given += ["--no-load-optim", "--no-save-optim", "--deterministic", "--max-body-mb", "5", "--checkpoints", "/disk"]
+    given += ["--recompute"]
     plan = planned(parsed(tmp_path, *given), listener)
     cell = cell_settings(plan)
     assert (cell.base_model, cell.cache, cell.checkpoints) == ("/prepared", Path("/cache"), Path("/disk"))
     assert (cell.slots, cell.max_lora_rank, cell.dtype, cell.deterministic) == (3, 16, "bf16", True)
     assert cell.no_load_optim
     assert cell.no_save_optim
+    assert cell.recompute
     assert ("--nproc-per-node", "2") in itertools.pairwise(plan.cell("/prepared"))
     gateway = CliApp.run(GatewayProcessSettings, cli_args=plan.gateway[3:])
     assert (gateway.state, gateway.checkpoint_root, gateway.max_body_mb) == (tmp_path, Path("/disk"), 5)
@@ -59,7 +61,8 @@ def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: so
 
 def test_what_was_not_given_is_the_cells_to_decide(tmp_path: Path, listener: socket.socket) -> None:
     cell = cell_settings(planned(parsed(tmp_path), listener))
-    assert (cell.dtype, cell.deterministic, cell.no_load_optim, cell.no_save_optim) == (None, None, False, False)
+    assert (cell.dtype, cell.deterministic) == (None, None)
+    assert (cell.no_load_optim, cell.no_save_optim, cell.recompute) == (False, False, False)
 
 
 def test_keys_are_on_no_command_line_and_not_in_the_cell(

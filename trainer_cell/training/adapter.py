@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from trainer_cell.protocol.commands import AdapterSpec
 from trainer_cell.training.build import Base
-from trainer_cell.training.projections import Adapted, Pair, Projection
+from trainer_cell.training.projections import Adapted, Pair, Projection, Routing
 
 # Every tensor begins at a multiple of 64 bytes, whatever lies before it: matrix kernels may sum in another order at
 # another alignment.
@@ -61,7 +61,7 @@ class Adapter:
         self._begin, self.num_sharded, numel = _arrange(self.table)
         self.flat = torch.zeros(numel, dtype=base.dtype, device=base.device)
         self.parameters = {name: torch.nn.Parameter(view) for name, view in self.views(self.flat).items()}
-        self._pairs = [(layer, self._pairs_of(names)) for layer, names in self._pair_names]
+        self._routings = [(layer, Routing(self._pairs_of(names), self.scale)) for layer, names in self._pair_names]
 
     @property
     def num_parameters(self) -> int:
@@ -94,14 +94,11 @@ class Adapter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The base model computes with this adapter inside; backward passes must end inside too."""
-        for layer, pairs in self._pairs:
-            layer.pairs, layer.scale = pairs, self.scale
-        try:
+        """The base model computes forward passes with this adapter inside."""
+        with ExitStack() as stack:
+            for layer, routing in self._routings:
+                stack.enter_context(layer.routed(routing))
             yield
-        finally:
-            for layer, _ in self._pairs:
-                layer.pairs = ()
 
     def _add(self, projection: Projection) -> tuple[str, str]:
         """Enter a projection's pair in the table; its names are returned."""

@@ -22,7 +22,8 @@ from trainer_cell.training.base_models import describe
 from trainer_cell.training.base_weights import load_weights
 from trainer_cell.training.model_shape import ModelShape, check_layout, read_shape
 from trainer_cell.training.output_head import OutputHead
-from trainer_cell.training.projections import Adapted, AdaptedColumn, AdaptedRow
+from trainer_cell.training.projections import Adapted, AdaptedColumn, AdaptedRow, adapted_of
+from trainer_cell.training.recompute import RecomputedLayer
 from trainer_cell.training.rope import inverse_frequencies
 
 
@@ -62,8 +63,12 @@ def start_parallel(layout: Layout, deterministic: bool = True) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def build_base(directory: Path, layout: Layout, device: torch.device, dtype: torch.dtype) -> Base:
+def build_base(
+    directory: Path, layout: Layout, device: torch.device, dtype: torch.dtype, recompute: bool = False
+) -> Base:
     """Read a prepared directory; every rank calls it together, after `start_parallel`.
+
+    recompute: layers keep only their input for the backward pass, and compute the rest again.
 
     Raises `UnsupportedBase` (a `ValueError`) for a model or layout that is not computed here, `DamagedBase` for files
     that are not what they should be.
@@ -71,7 +76,7 @@ def build_base(directory: Path, layout: Layout, device: torch.device, dtype: tor
     shape = read_shape(directory)
     check_layout(shape, layout)
     description = _described_by_first(directory, shape)
-    model = _empty_model(shape, layout, device, dtype)
+    model = _empty_model(shape, layout, device, dtype, recompute)
     load_weights(model, directory, shape, layout, parallel_state.get_tensor_model_parallel_rank())
     model.to(device)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim).to(device)
@@ -80,8 +85,7 @@ def build_base(directory: Path, layout: Layout, device: torch.device, dtype: tor
 
 def _adapted(model: Any) -> Iterator[Adapted]:
     for layer in model.decoder.layers:
-        attention, mlp = layer.self_attention, layer.mlp
-        yield from (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+        yield from adapted_of(layer)
     if model.post_process:
         yield model.output_layer
 
@@ -94,8 +98,9 @@ def _described_by_first(directory: Path, shape: ModelShape) -> BaseModel:
     return description
 
 
-def _empty_model(shape: ModelShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> Any:
+def _empty_model(shape: ModelShape, layout: Layout, device: torch.device, dtype: torch.dtype, recompute: bool) -> Any:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec.module = RecomputedLayer if recompute else spec.module
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp
     # A module spec in megatron-core 0.16, a functools.partial since 0.19.
     mlp = mlp.keywords["submodules"] if hasattr(mlp, "keywords") else mlp.submodules

@@ -76,7 +76,13 @@ def _read_datum(datum: Datum, loss: Loss, base: BaseModel) -> Sequence:
     if len(tokens) > base.max_context:
         raise _Bad(f" has {len(tokens)} tokens, {base.max_context} are the most")
     _check_vocabulary("tokens", tokens, base.vocab_size)
+    for option in loss.options:
+        if option in datum.inputs:
+            raise _Bad(f".{option} is an option of {loss.name}, not an input by token")
     inputs = {name: _read_input(datum, name, dtype, len(tokens)) for name, dtype in loss.inputs.items()}
+    for name in loss.masks:
+        if not inputs[name].any():
+            raise _Bad(f".{name} marks no token")
     _check_vocabulary("target_tokens", inputs["target_tokens"], base.vocab_size)
     return Sequence(torch.from_numpy(tokens), {name: torch.from_numpy(values) for name, values in inputs.items()})
 

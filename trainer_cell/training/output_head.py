@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 
-from trainer_cell.training.projections import Adapted
+from trainer_cell.training.projections import Adapted, Routing
 
 # In elements: 256 MiB in FP32 for the logits of one chunk, 1 GiB for what a row keeps until its backward pass. A row
 # that would keep more computes its logits a second time instead, at a tenth more work.
@@ -44,12 +45,15 @@ class OutputHead(Adapted, torch.nn.Module):  # type: ignore[misc]
         return pad(out, (0, surplus), value=float("-inf")) if surplus else out
 
     def target_logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden], int64 [tokens] -> float32 [tokens]. Must be differentiated while the adapter is active."""
+        """[tokens, hidden], int64 [tokens] -> float32 [tokens]."""
         chunks = zip(hidden.split(self._tokens_at_once), targets.split(self._tokens_at_once), strict=True)
         if torch.is_grad_enabled() and hidden.size(0) > self._tokens_kept:
-            return torch.cat([checkpoint(self._chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks])
-        return torch.cat([self._chunk_logprobs(*chunk) for chunk in chunks])
+            again = partial(checkpoint, self._chunk_logprobs, self.routing, use_reentrant=False)
+            return torch.cat([again(*chunk) for chunk in chunks])
+        return torch.cat([self._chunk_logprobs(self.routing, *chunk) for chunk in chunks])
 
-    def _chunk_logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        # The cross entropy overwrites its argument, which nothing else reads.
-        return -vocab_parallel_cross_entropy(self.logits(hidden).float(), targets)
+    def _chunk_logprobs(self, routing: Routing, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The adapter is an argument: by the time this is computed again another may be active."""
+        with self.routed(routing):
+            # The cross entropy overwrites its argument, which nothing else reads.
+            return -vocab_parallel_cross_entropy(self.logits(hidden).float(), targets)

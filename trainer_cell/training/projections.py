@@ -5,7 +5,8 @@ Adapter tensors are not parameters of these modules: an adapter hands references
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,39 +48,61 @@ def fuse(parts: Sequence[torch.Tensor], groups: int, dim: int) -> torch.Tensor:
     return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Which adapter acts on a layer: (A, B) for each projection, None for one it leaves alone, and alpha / rank."""
+
+    pairs: tuple[Pair | None, ...] = ()
+    scale: float = 1.0
+
+
 class Adapted:
     """A linear layer that adds the low-rank products of the active adapter, if there is one.
 
     groups: this rank's KV groups for a fused qkv, else 1.
-    pairs: (A, B) for each projection, None for one the adapter leaves alone; `scale` is alpha / rank.
     """
 
     projections: tuple[Projection, ...] = ()
     groups: int = 1
-    pairs: tuple[Pair | None, ...] = ()
-    scale: float = 1.0
+    routing: Routing = Routing()
+
+    @contextmanager
+    def routed(self, routing: Routing) -> Iterator[None]:
+        """Compute with this adapter inside."""
+        before, self.routing = self.routing, routing
+        try:
+            yield
+        finally:
+            self.routing = before
 
     def is_adapted(self) -> bool:
-        return any(pair is not None for pair in self.pairs)
+        return any(pair is not None for pair in self.routing.pairs)
 
     def column_product(self, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, in] -> [tokens, this rank's part of all projections, fused]; A is whole on every rank, B is cut."""
-        present = [pair for pair in self.pairs if pair is not None]
-        low = self.scale * (rows @ torch.cat([a for a, _ in present]).t())
+        pairs, scale = self.routing.pairs, self.routing.scale
+        present = [pair for pair in pairs if pair is not None]
+        low = scale * (rows @ torch.cat([a for a, _ in present]).t())
         # One all-reduce in the backward pass for all projections together.
         lows = iter(copy_to_tensor_model_parallel_region(low).split([a.size(0) for a, _ in present], -1))
         products = [
             next(lows) @ pair[1].t() if pair is not None else rows.new_zeros(rows.size(0), projection.size)
-            for pair, projection in zip(self.pairs, self.projections, strict=True)
+            for pair, projection in zip(pairs, self.projections, strict=True)
         ]
         return fuse(products, self.groups, -1) if len(products) > 1 else products[0]
 
     def row_product(self, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, this rank's part of in] -> [tokens, out]; A is cut, B is whole on every rank."""
-        (pair,) = self.pairs
+        (pair,) = self.routing.pairs
         assert pair is not None
         a, b = pair
-        return (self.scale * reduce_from_tensor_model_parallel_region(rows @ a.t())) @ b.t()
+        return (self.routing.scale * reduce_from_tensor_model_parallel_region(rows @ a.t())) @ b.t()
+
+
+def adapted_of(layer: Any) -> tuple[Adapted, ...]:
+    """The layers of a transformer layer that take adapters, in the order of the model."""
+    attention, mlp = layer.self_attention, layer.mlp
+    return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
 
 
 def as_rows(inputs: torch.Tensor) -> torch.Tensor:

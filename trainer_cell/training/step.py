@@ -19,18 +19,20 @@ from trainer_cell.training.attention import packed
 from trainer_cell.training.build import Base
 from trainer_cell.training.gradients import gathering
 from trainer_cell.training.inputs import check_adam, read_sequences
-from trainer_cell.training.losses import Loss, LossConfig, find_loss
+from trainer_cell.training.losses import Loss, Tokens, find_loss
 from trainer_cell.training.packing import Row, pack, share
 from trainer_cell.training.slots import Slot
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What came of one datum: its place in the command, float32 log-probabilities as bytes, its summed loss."""
+    """What came of one datum: its place in the command, float32 log-probabilities as bytes, its summed loss, and how
+    many of its tokens the loss counted, by name."""
 
     index: int
     logprobs: bytes
     loss: float
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def forward_backward(base: Base, slot: Slot, ranks: Ranks, command: ForwardBackw
 
     def compute() -> _Pass:
         rows = pack(sequences, mine, base.device)
-        return _run(base, slot, rows, partial(_loss_of_row, base, loss, command.loss_config), command.forward_only)
+        return _run(base, slot, rows, partial(_loss_of_row, base, loss), command.forward_only)
 
     # Where other ranks wait inside the pass, a raise cannot be answered for: it ends the cell.
     is_local = base.layout.tensor * base.layout.pipeline == 1
@@ -65,7 +67,7 @@ def forward_backward(base: Base, slot: Slot, ranks: Ranks, command: ForwardBackw
     return ForwardBackwardDone(
         command.command_id,
         tuple(answer.logprobs for answer in answers),
-        {"loss:sum": sum(answer.loss for answer in answers)},
+        _metrics(answers),
     )
 
 
@@ -114,22 +116,34 @@ def _through_model(base: Base, rows: list[Row], loss_of_row: Any, forward_only: 
 
 
 def _loss_of_row(
-    base: Base, loss: Loss, config: LossConfig, row: Row, hidden: torch.Tensor
+    base: Base, loss: Loss, row: Row, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[_Answer]]:
     """Hidden states [1, tokens, hidden] -> (summed loss, a token count Megatron asks for, answers)."""
     assert base.head is not None
     logprobs = base.head.target_logprobs(hidden.squeeze(0), row.inputs["target_tokens"])
-    terms = loss.terms(logprobs, row.inputs, config)
-    return terms.sum(), torch.ones((), dtype=torch.int), _answers(row, logprobs, terms)
+    terms, counts = loss.terms(Tokens(logprobs, row.inputs, row.lengths))
+    return terms.sum(), torch.ones((), dtype=torch.int), _answers(row, logprobs, terms, counts)
 
 
-def _answers(row: Row, logprobs: torch.Tensor, terms: torch.Tensor) -> list[_Answer]:
+def _answers(row: Row, logprobs: torch.Tensor, terms: torch.Tensor, counts: dict[str, torch.Tensor]) -> list[_Answer]:
     said = logprobs.detach().cpu().split(row.lengths)
     losses = terms.detach().double().cpu().split(row.lengths)
+    counted = {name: marks.cpu().split(row.lengths) for name, marks in counts.items()}
     return [
-        _Answer(index, values.numpy().astype("<f4").tobytes(), float(loss.sum()))
-        for index, values, loss in zip(row.indices, said, losses, strict=True)
+        _Answer(
+            index,
+            said[place].numpy().astype("<f4").tobytes(),
+            float(losses[place].sum()),
+            {name: int(marks[place].sum()) for name, marks in counted.items()},
+        )
+        for place, index in enumerate(row.indices)
     ]
+
+
+def _metrics(answers: Sequence[_Answer]) -> dict[str, float]:
+    """All are sums, so that they add up over the parts into which the SDK cuts a call."""
+    counted = {f"{name}:sum": float(sum(answer.counts[name] for answer in answers)) for name in answers[0].counts}
+    return {"loss:sum": sum(answer.loss for answer in answers), **counted}
 
 
 def _in_order(of_ranks: Sequence[Sequence[_Answer]], num_data: int) -> list[_Answer]:

@@ -83,14 +83,39 @@ def test_no_data_is_refused() -> None:
         read(forward_backward_command([]))
 
 
-def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(CommandFailed, match=r"unknown loss 'nothing'; known: .*cross_entropy"):
-        read(forward_backward_command([good()], loss="nothing"))
+BAD_FOR_THE_LOSS: dict[str, tuple[str, dict[str, Array], str]] = {
+    "no advantages": ("importance_sampling", {"logprobs": array(torch.zeros(3))}, "advantages is missing"),
+    "infinite logprob": (
+        "ppo",
+        {"logprobs": array(torch.tensor([0.0, -math.inf, 0.0])), "advantages": array(torch.ones(3))},
+        "logprobs[1] is -inf",
+    ),
+    "thresholds by token": (
+        "ppo",
+        {name: array(torch.zeros(3)) for name in ("logprobs", "advantages", "clip_low_threshold")},
+        "clip_low_threshold is an option of ppo, not an input by token",
+    ),
+    "no mask": (
+        "gspo",
+        {name: array(torch.zeros(3)) for name in ("logprobs", "advantages")},
+        "sequence_ratio_mask is missing",
+    ),
+    "empty mask": (
+        "gspo",
+        {name: array(torch.zeros(3)) for name in ("logprobs", "advantages", "sequence_ratio_mask")},
+        "sequence_ratio_mask marks no token",
+    ),
+}
 
 
-def test_an_unknown_loss_option_is_refused() -> None:
-    with pytest.raises(CommandFailed, match="cross_entropy has no option 'beta'"):
-        find_loss("cross_entropy", {"beta": 1.0})
+@pytest.mark.parametrize("what", BAD_FOR_THE_LOSS)
+def test_inputs_that_do_not_suit_the_loss_are_refused(what: str) -> None:
+    name, inputs, message = BAD_FOR_THE_LOSS[what]
+    loss = find_loss(name, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1} if name == "gspo" else {})
+    with pytest.raises(CommandFailed) as failure:
+        read_sequences(forward_backward_command([with_inputs(**inputs)], loss=name), loss, BASE)
+    assert failure.value.kind is ErrorKind.BAD_COMMAND
+    assert message in failure.value.message
 
 
 def test_inputs_the_loss_does_not_know_are_ignored() -> None:
