@@ -103,7 +103,7 @@ class RunningCell:
         return outcome
 
     def log(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in sorted(self.directory.glob("rank*.log")))
+        return "\n".join(path.read_text()[-20_000:] for path in sorted(self.directory.glob("rank*.log")))
 
     def stop(self) -> list[int]:
         """As `cellgate serve` stops a cell; the ranks' exit statuses."""
@@ -120,6 +120,7 @@ class RunningCell:
         shutil.rmtree(self.directory)
 
     def _next(self) -> Hello | Progress | Outcome:
+        self._tend_until(lambda: bool(wait([self._connection], timeout=0)), self._connection)
         try:
             frame = receive_frame(self._connection)
         except (ConnectionError, FrameError):
@@ -129,17 +130,22 @@ class RunningCell:
         return decode_said(frame)
 
     def _await_end(self) -> list[int]:
+        self._tend_until(lambda: not self._alive())
+        return [process.exitcode or 0 for process in self.processes]
+
+    def _tend_until(self, is_over: Callable[[], bool], *events: socket.socket) -> None:
         """Once a rank has failed, the others have their grace and are then killed, as torchrun does it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while any(process.exitcode is None for process in self.processes):
-            wait([process.sentinel for process in self._alive()], timeout=0.5)
-            if any(process.exitcode for process in self.processes):
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            if time.monotonic() > deadline:
-                assert any(process.exitcode for process in self.processes), "no rank ever ended"
+        deadline, is_failing = time.monotonic() + PATIENCE_S, False
+        while not is_over():
+            if not is_failing and any(process.exitcode for process in self.processes):
+                deadline, is_failing = time.monotonic() + GRACE_S, True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                if not is_failing:
+                    raise TimeoutError(f"nothing came of it, and no rank has ended\n{self.log()}")
                 for process in self._alive():
                     process.kill()
-        return [process.exitcode or 0 for process in self.processes]
+            wait([*events, *(process.sentinel for process in self._alive())], max(left_s, 0.1))
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self.processes if process.exitcode is None]

@@ -71,10 +71,14 @@ def forward_backward(base: Base, slot: Slot, ranks: Ranks, command: ForwardBackw
 def optim_step(slot: Slot, ranks: Ranks, command: OptimStep) -> OptimStepDone:
     """One AdamW step; every rank calls it together. Raises `CommandFailed`, with nothing changed, for bad parameters
     or when no gradient was accumulated since the last step."""
-    check_adam(command.adam)
     optimizer = slot.optimizer
-    if not optimizer.has_gradients:
-        raise CommandFailed(ErrorKind.NO_GRADIENTS, "no forward_backward has succeeded since the last optim_step")
+
+    def check() -> None:
+        check_adam(command.adam)
+        if not optimizer.has_gradients:
+            raise CommandFailed(ErrorKind.NO_GRADIENTS, "no forward_backward has succeeded since the last optim_step")
+
+    ranks.agree(check)
     metrics = optimizer.apply(command.adam)
     return OptimStepDone(command.command_id, optimizer.step, optimizer.iteration, metrics)
 

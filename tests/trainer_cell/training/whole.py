@@ -12,7 +12,9 @@ from trainer_cell.training.adapter import Sharding
 Pieces = dict[str, tuple[Sharding, torch.Tensor]]
 
 
-def assembled(ranks: Ranks, table: Mapping[str, Sharding], local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def assembled(
+    ranks: Ranks, table: Mapping[str, Sharding], local: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """On every rank, every tensor of the model whole. Copies must be the same bits, and no element may be missing."""
     return whole_of(ranks.gather({name: (sharding, local[name].detach().clone()) for name, sharding in table.items()}))
 

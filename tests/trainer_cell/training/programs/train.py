@@ -1,8 +1,8 @@
 """`torchrun … -m …train DIRECTORY MODEL:TPxPP…`: the cell's side of the comparison, a layout at a time.
 
 Reads DIRECTORY/MODEL and DIRECTORY/MODEL.initial.pt; rank 0 writes DIRECTORY/MODEL.WORLD.TPxPP.pt: the record and, of
-some, the record of one that is given the reference's gradients, and of a run whose ranks average (what must not be taken
-for right).
+some, the record of one that is given the reference's gradients, and of a run whose ranks average (what must not be
+taken for right).
 """
 
 from __future__ import annotations
