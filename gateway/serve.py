@@ -44,12 +44,14 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
     python = sys.executable
     # Without this `-m` would look for our packages in the current directory first.
     environment = {name: value for name, value in os.environ.items() if not _is_ours(name)} | {"PYTHONSAFEPATH": "1"}
+    layout = ["--tp", str(settings.tp), "--pp", str(settings.pp)]
     pairs = ",".join(f"{key}={tenant}" for key, tenant in keys.items())
 
     def cell(base_model: str) -> list[str]:
         options = ["--base-model", base_model, "--gateway-socket", str(gateway_socket)]
         options += ["--checkpoints", str(settings.checkpoint_root), "--cache", str(settings.cache)]
         options += ["--slots", str(settings.slots), "--max-lora-rank", str(settings.max_lora_rank)]
+        options += layout
         if settings.dtype is not None:
             options += ["--dtype", settings.dtype]
         if settings.deterministic is not None:
@@ -71,7 +73,7 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
         gateway=gateway,
         prepare=[
             *(python, "-m", "trainer_cell.training.prepare_base", settings.base_model),
-            *("--cache", str(settings.cache)),
+            *("--cache", str(settings.cache), *layout),
         ],
         cell=cell,
         listener=listener.fileno(),

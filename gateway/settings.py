@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, field_serializer, field_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_serializer, field_validator
 from pydantic_settings import BaseSettings, CliSuppress, CliToggleFlag, NoDecode, SettingsConfigDict
 
 _KEY = re.compile(r"tml-[A-Za-z0-9._~+/-]+")
@@ -125,7 +125,10 @@ class ServeSettings(GatewaySettings):
     """The gateway and a trainer cell on this host."""
 
     base_model: str = Field("smollm2-135m", min_length=1, description="smollm2-135m, tiny, a directory, or a hub id")
-    ranks: int = Field(1, ge=1, description="processes of the cell; each holds the base model")
+    ranks: int = Field(1, ge=1, description="processes of the cell; what tp and pp leave of them is data parallel")
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks: each holds a part of every layer")
+    # Validated by default too: it is the last of the three that must fit together.
+    pp: int = Field(1, ge=1, validate_default=True, description="pipeline stages: each holds some of the layers")
     slots: int = Field(64, ge=1, description="most models resident at once; an empty slot costs nothing")
     max_lora_rank: int = Field(128, ge=1, description="largest adapter rank a client may ask for")
     dtype: Literal["fp32", "bf16"] | None = Field(None, description="default: fp32 on CPU, bf16 on GPU")
@@ -140,6 +143,14 @@ class ServeSettings(GatewaySettings):
     )
     no_save_optim: CliToggleFlag[bool] = Field(False, description="checkpoints hold the weights alone")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
+
+    @field_validator("pp")
+    @classmethod
+    def _check_layout(cls, pp: int, info: ValidationInfo) -> int:
+        ranks, tp = info.data.get("ranks", pp), info.data.get("tp", 1)
+        if ranks % (tp * pp):
+            raise ValueError(f"{ranks} ranks cannot be split into tp {tp} × pp {pp}")
+        return pp
 
 
 class GatewayProcessSettings(GatewaySettings):

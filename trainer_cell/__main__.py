@@ -24,9 +24,15 @@ def main() -> None:
     if rank != 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they leave when rank 0 tells them to
     settings = CellSettings()  # type: ignore[call-arg]  # from the command line
-    from trainer_cell.assembly import run_cell  # torch takes seconds to import: bad options are told before
+    from trainer_cell.assembly import (
+        CannotStart,
+        run_cell,
+    )  # torch takes seconds to import: bad options are told before
 
-    run_cell(settings)
+    try:
+        run_cell(settings)
+    except CannotStart as reason:
+        sys.exit(f"the trainer cell cannot start: {reason}")
 
 
 if __name__ == "__main__":

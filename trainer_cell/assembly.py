@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,14 @@ from trainer_cell.checkpoint.vote import BallotBox
 from trainer_cell.gateway_link import GatewayLink
 from trainer_cell.loop import Cell, serve
 from trainer_cell.protocol.commands import PROTOCOL_VERSION
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Hello, Layout
 from trainer_cell.ranks import COLLECTIVE_TIMEOUT, Ranks
 from trainer_cell.settings import CellSettings
-from trainer_cell.training.base_models import default_cache, prepare
+from trainer_cell.training.base_models import BaseUnavailable, default_cache, prepare
 from trainer_cell.training.build import build_base, start_parallel
+from trainer_cell.training.model_shape import UnsupportedBase, check_layout, read_shape
+from trainer_cell.training.safetensors_files import DamagedBase
 from trainer_cell.training.slots import SlotTable
 from trainer_cell.vault.layout import Vault, new_ulid
 
@@ -43,19 +47,27 @@ class _Choices:
     deterministic: bool
 
 
+class CannotStart(Exception):
+    """No cell can be built of these settings; the message is one line for the operator."""
+
+
 def run_cell(settings: CellSettings) -> None:
-    """Build this rank's part of the cell and serve until told to stop."""
+    """Build this rank's part of the cell and serve until told to stop.
+
+    Raises `CannotStart`, on rank 0; the other ranks exit without a word then.
+    """
+    layout = _layout(settings)
     choices = _choose(settings)
     dist.init_process_group("gloo" if choices.device.type == "cpu" else "nccl", timeout=COLLECTIVE_TIMEOUT)
     ranks = Ranks()
-    cell, epoch = _build(settings, choices, ranks)
+    cell, epoch = _build(settings, layout, choices, ranks)
     if not ranks.is_first:
         serve(cell, None)
     else:
         link = GatewayLink(settings.gateway_socket, lambda: _hello(settings, choices, cell, epoch))
         link.stop_on_signal(signal.SIGTERM)
         with cell.saving.vault.hold_epoch(epoch):
-            log.info("cell epoch %s serves %s on %d rank(s)", epoch, cell.base.description.name, ranks.world)
+            log.info("cell epoch %s serves %s on %s", epoch, cell.base.description.name, layout)
             serve(cell, link)
         link.close()
     dist.destroy_process_group()
@@ -76,9 +88,34 @@ def _choose(settings: CellSettings) -> _Choices:
     )
 
 
-def _build(settings: CellSettings, choices: _Choices, ranks: Ranks) -> tuple[Cell, str]:
-    directory = Path(ranks.first(lambda: str(prepare(settings.base_model, settings.cache or default_cache()))))
-    layout = Layout(world=ranks.world, tensor=1, pipeline=1, data=ranks.world)
+def _layout(settings: CellSettings) -> Layout:
+    world, data = int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"]) // (settings.tp * settings.pp)
+    if data * settings.tp * settings.pp != world:
+        _refuse(f"{world} ranks cannot be split into tp {settings.tp} × pp {settings.pp}")
+    return Layout(world=world, tensor=settings.tp, pipeline=settings.pp, data=data)
+
+
+def _refuse(reason: str) -> NoReturn:
+    if os.environ["RANK"] != "0":
+        sys.exit(1)
+    raise CannotStart(reason)
+
+
+def _prepared(settings: CellSettings, layout: Layout) -> str:
+    """The base model's directory, if it can be served in this layout."""
+    try:
+        directory = prepare(settings.base_model, settings.cache or default_cache())
+        check_layout(read_shape(directory), layout.tensor, layout.pipeline)
+    except (BaseUnavailable, DamagedBase, UnsupportedBase) as problem:
+        raise CommandFailed(ErrorKind.BAD_COMMAND, str(problem)) from problem
+    return str(directory)
+
+
+def _build(settings: CellSettings, layout: Layout, choices: _Choices, ranks: Ranks) -> tuple[Cell, str]:
+    try:
+        directory = Path(ranks.first(lambda: _prepared(settings, layout)))
+    except CommandFailed as failure:
+        _refuse(failure.message)
     start_parallel(layout, choices.deterministic)
     base = build_base(directory, layout, choices.device, _TORCH_DTYPES[choices.dtype], settings.recompute)
     epoch = ranks.first(new_ulid)

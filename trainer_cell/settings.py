@@ -27,6 +27,8 @@ class CellSettings(BaseSettings):
     gateway_socket: Path = Field(description="unix socket of the gateway")
     checkpoints: Path = Field(description="checkpoint root, shared by all ranks and the gateway")
     cache: Path | None = Field(None, description="where prepared base models lie")
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks: each holds a part of every layer")
+    pp: int = Field(1, ge=1, description="pipeline stages: each holds some of the layers")
     slots: int = Field(64, ge=1, description="most models resident at once")
     max_lora_rank: int = Field(128, ge=1)
     dtype: Literal["fp32", "bf16"] | None = Field(None, description="default: fp32 on CPU, bf16 on GPU")

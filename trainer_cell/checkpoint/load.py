@@ -109,7 +109,8 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         for part in needed
         for name, sharding in slot.adapter.table.items()
     }
-    left = {f"{name}/{part}" for part in stored if part not in needed for name in slot.adapter.table}
+    # What other ranks read, they check; here it must only be known, so that a tensor no rank asks for is found.
+    left = {f"{name}/{part}" for part in stored for name in slot.adapter.whole} - wanted.keys()
     with vault_failures():
         buffers = read_tensors(directory, manifest, wanted, left)
     tensors: dict[str, dict[str, torch.Tensor]] = {part: {} for part in needed}
@@ -145,6 +146,8 @@ def _as_tensor(key: str, buffers: dict[str, bytearray], dtype: str, shape: tuple
         raise CommandFailed(
             ErrorKind.CHECKPOINT_CORRUPT, f"tensor {key} holds {len(buffer)} bytes, not those of {dtype} {shape}"
         )
+    if not buffer:
+        return torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
     tensor = torch.frombuffer(buffer, dtype=_TORCH_DTYPES[dtype]).view(shape)
     if not bool(torch.isfinite(tensor).all()):
         raise CommandFailed(ErrorKind.NON_FINITE_STATE, f"tensor {key} of the checkpoint holds NaN or infinite values")

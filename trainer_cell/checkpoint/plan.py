@@ -64,6 +64,8 @@ def make_plan(tables: list[Mapping[str, Sharding]], parts: tuple[str, ...], dtyp
     holders: dict[tuple[str, Sharding], list[int]] = {}
     for rank, table in enumerate(tables):
         for name, sharding in table.items():
+            if prod(sharding.local_shape) == 0:
+                continue  # a vocabulary smaller than its padding can leave a rank without rows
             holders.setdefault((name, sharding), []).append(rank)
     load = [0] * len(tables)
     pieces: list[list[Piece]] = [[] for _ in tables]

@@ -48,25 +48,31 @@ class Adapter:
     """The adapter tensors of one model on this rank.
 
     parameters: views into `flat`, by PEFT name in the order of the model; leaves that require gradients, in the base
-    model's dtype and on its device. table: how each is cut, under the same names.
+    model's dtype and on its device. table: how each is cut, under the same names. whole: the shape of every tensor of
+    the model, also of those that other pipeline stages hold.
     """
 
     def __init__(self, base: Base, spec: AdapterSpec) -> None:
         targets = target_modules(spec)
         self.base, self.spec, self.scale = base, spec, spec.alpha / spec.rank
+        self.whole: dict[str, tuple[int, int]] = {}
+        for projection, (out_features, in_features) in base.features.items():
+            if _kind(projection) in targets:
+                a, b = _pair_names(projection)
+                self.whole |= {a: (spec.rank, in_features), b: (out_features, spec.rank)}
         self.table: dict[str, Sharding] = {}
-        self._pair_names: list[tuple[Adapted, list[tuple[str, str] | None]]] = []
+        self._names: list[tuple[Adapted, list[tuple[str, str] | None]]] = []
         for layer in base.adapted:
-            self._pair_names.append((layer, [self._add(p) if p.kind in targets else None for p in layer.projections]))
+            self._names.append((layer, [self._add(p) if _kind(p.name) in targets else None for p in layer.projections]))
         self._begin, self.num_sharded, numel = _arrange(self.table)
         self.flat = torch.zeros(numel, dtype=base.dtype, device=base.device)
         self.parameters = {name: torch.nn.Parameter(view) for name, view in self.views(self.flat).items()}
-        self._routings = [(layer, Routing(self._pairs_of(names), self.scale)) for layer, names in self._pair_names]
+        self._routings = [(layer, Routing(self._pairs_of(names), self.scale)) for layer, names in self._names]
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the whole tensors, as far as this pipeline stage has them."""
-        return sum(math.prod(sharding.global_shape) for sharding in self.table.values())
+        """Elements of the whole model's adapter, whatever part of it this rank has."""
+        return sum(math.prod(shape) for shape in self.whole.values())
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each tensor's part of a buffer that is laid out as `flat` is."""
@@ -102,15 +108,23 @@ class Adapter:
 
     def _add(self, projection: Projection) -> tuple[str, str]:
         """Enter a projection's pair in the table; its names are returned."""
-        prefix = f"base_model.model.{projection.name}"
-        rank = self.spec.rank
-        a, b = f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
-        self.table[a] = _sharding((rank, projection.in_features), 1, projection)
-        self.table[b] = _sharding((projection.out_features, rank), 0, projection)
+        a, b = _pair_names(projection.name)
+        self.table[a] = _sharding(self.whole[a], 1, projection)
+        self.table[b] = _sharding(self.whole[b], 0, projection)
         return a, b
 
     def _pairs_of(self, names: list[tuple[str, str] | None]) -> tuple[Pair | None, ...]:
         return tuple(pair and (self.parameters[pair[0]], self.parameters[pair[1]]) for pair in names)
+
+
+def _kind(projection: str) -> str:
+    return projection.rsplit(".", 1)[-1]
+
+
+def _pair_names(projection: str) -> tuple[str, str]:
+    """What PEFT calls the two tensors of a projection."""
+    prefix = f"base_model.model.{projection}"
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
 def _sharding(global_shape: tuple[int, int], axis: int, projection: Projection) -> Sharding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer_cell.protocol.outcomes import BaseModel, Layout
+from trainer_cell.ranks import COLLECTIVE_TIMEOUT
 from trainer_cell.training import cpu_device
 from trainer_cell.training.attention import PackedAttention
 from trainer_cell.training.base_models import describe
 from trainer_cell.training.base_weights import load_weights
+from trainer_cell.training.frequencies import inverse_frequencies
 from trainer_cell.training.model_shape import ModelShape, check_layout, read_shape
 from trainer_cell.training.output_head import OutputHead
 from trainer_cell.training.projections import Adapted, AdaptedColumn, AdaptedRow, adapted_of
 from trainer_cell.training.recompute import RecomputedLayer
-from trainer_cell.training.rope import inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Base:
     """One rank's part of the frozen base model.
 
     adapted: the layers that take adapters, in the order of the model; on the last pipeline stage the head is the last.
+    features: (out, in) of every projection of the whole model, other stages' too, by name in the order of the model.
     """
 
     model: Any
@@ -41,6 +43,7 @@ class Base:
     dtype: torch.dtype
     description: BaseModel
     adapted: tuple[Adapted, ...]
+    features: Mapping[str, tuple[int, int]]
 
     @property
     def config(self) -> Any:
@@ -56,7 +59,8 @@ def start_parallel(layout: Layout, deterministic: bool = True) -> None:
     """Make Megatron's process groups; every rank calls it once, after `torch.distributed` is initialised."""
     assert dist.get_world_size() == layout.world
     cpu_device.install()
-    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+    minutes = int(COLLECTIVE_TIMEOUT.total_seconds() // 60)
+    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, distributed_timeout_minutes=minutes)
     model_parallel_cuda_manual_seed(1)
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     # Else every torch.empty is filled with NaN, which finds bugs and costs a pass over the memory.
@@ -74,13 +78,14 @@ def build_base(
     that are not what they should be.
     """
     shape = read_shape(directory)
-    check_layout(shape, layout)
+    check_layout(shape, layout.tensor, layout.pipeline)
     description = _described_by_first(directory, shape)
     model = _empty_model(shape, layout, device, dtype, recompute)
     load_weights(model, directory, shape, layout, parallel_state.get_tensor_model_parallel_rank())
     model.to(device)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim).to(device)
-    return Base(model, shape, layout, device, dtype, description, tuple(_adapted(model)))
+    adapted = tuple(_adapted(model))
+    return Base(model, shape, layout, device, dtype, description, adapted, _features_of_all_stages(adapted))
 
 
 def _adapted(model: Any) -> Iterator[Adapted]:
@@ -88,6 +93,14 @@ def _adapted(model: Any) -> Iterator[Adapted]:
         yield from adapted_of(layer)
     if model.post_process:
         yield model.output_layer
+
+
+def _features_of_all_stages(adapted: tuple[Adapted, ...]) -> dict[str, tuple[int, int]]:
+    mine = {p.name: (p.out_features, p.in_features) for layer in adapted for p in layer.projections}
+    # Stages follow one another in the order of the ranks.
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return {name: features for of_rank in of_ranks for name, features in of_rank.items()}
 
 
 def _described_by_first(directory: Path, shape: ModelShape) -> BaseModel:

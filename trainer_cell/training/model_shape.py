@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_cell.protocol.outcomes import Layout
 from trainer_cell.training.rope import Rope, read_rope
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -109,12 +108,12 @@ def _refuse_what_is_not_computed(config: Mapping[str, Any]) -> None:
         raise UnsupportedBase("layer_types holds other than full_attention, which is not computed")
 
 
-def check_layout(shape: ModelShape, layout: Layout) -> None:
-    """Raises `UnsupportedBase` if the model cannot be cut this way."""
-    if layout.tensor * layout.pipeline * layout.data != layout.world:
-        raise UnsupportedBase(f"{layout} does not multiply up to its world size")
-    for what, size in (("heads", shape.heads), ("KV heads", shape.kv_heads), ("MLP width", shape.mlp_width)):
-        if size % layout.tensor:
-            raise UnsupportedBase(f"{what} {size} cannot be split over {layout.tensor} tensor-parallel ranks")
-    if shape.num_layers % layout.pipeline:
-        raise UnsupportedBase(f"{shape.num_layers} layers cannot be split over {layout.pipeline} pipeline stages")
+def check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
+    """Raises `UnsupportedBase` if the model cannot be cut this way, with every reason why."""
+    sizes = {"heads": shape.heads, "KV heads": shape.kv_heads, "MLP columns": shape.mlp_width}
+    uneven = [f"{size} {what}" for what, size in sizes.items() if size % tensor]
+    reasons = [f"{' and '.join(uneven)} cannot be split over {tensor} tensor-parallel ranks"] if uneven else []
+    if shape.num_layers % pipeline:
+        reasons.append(f"{shape.num_layers} layers cannot be split over {pipeline} pipeline stages")
+    if reasons:
+        raise UnsupportedBase(f"this base model cannot have this layout: {'; '.join(reasons)}")

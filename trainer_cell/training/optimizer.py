@@ -76,8 +76,7 @@ class SlotOptimizer:
         gradient = self._gradient
         assert gradient is not None
         with torch.no_grad():
-            if self.adapter.base.layout.data > 1:
-                dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+            self._sum_over_ranks(gradient)
             norm = self._global_norm(gradient)
             clip = _clip_factor(norm, params.grad_clip_norm)
             self._gradient = None
@@ -87,6 +86,20 @@ class SlotOptimizer:
                 gradient.mul_(clip)
             self._adam_step(gradient, params)
         return {"grad_norm": norm, "step": float(self.step)}
+
+    def _sum_over_ranks(self, gradient: torch.Tensor) -> None:
+        """Over the data-parallel ranks; what tensor-parallel ranks hold alike gets the same bits on each of them."""
+        layout = self.adapter.base.layout
+        if gradient.numel() == 0:
+            return  # a pipeline stage of which nothing is trained; its peers return too
+        if layout.data > 1:
+            dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+        whole = gradient[self.adapter.num_sharded :]
+        if layout.tensor > 1 and layout.data > 1 and whole.numel():
+            # Each sum went its own way through the network and may be rounded in another order. Copies of a weight that
+            # drift apart would show after the next load, which gives every rank the same one.
+            source = parallel_state.get_tensor_model_parallel_src_rank()
+            dist.broadcast(whole, source, group=parallel_state.get_tensor_model_parallel_group())
 
     def _adam_step(self, gradient: torch.Tensor, params: AdamParams) -> None:
         adamw(

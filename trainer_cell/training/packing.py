@@ -12,6 +12,11 @@ from trainer_cell.training.inputs import Sequence
 # Tokens of one packed row; a longer sequence is a row of its own.
 TOKENS_PER_ROW = 4096
 
+# A pipeline of s stages stands still for s - 1 rows of each pass: with this many rows a stage, for a fifth of the time
+# or less. Rows shorter than the least are not worth their overhead.
+_ROWS_PER_STAGE = 4
+_LEAST_TOKENS_PER_ROW = 128
+
 
 @dataclass(frozen=True)
 class Row:
@@ -35,6 +40,14 @@ def share(lengths: Seq[int], num_ranks: int) -> list[list[int]]:
         shares[rank].append(index)
         loads[rank] += lengths[index]
     return [sorted(indices) for indices in shares]
+
+
+def tokens_per_row(total: int, num_stages: int) -> int:
+    """The limit of a row for `total` tokens: smaller rows where a pipeline needs several to keep its stages at work."""
+    if num_stages == 1:
+        return TOKENS_PER_ROW
+    share = -(-total // (_ROWS_PER_STAGE * num_stages))
+    return min(TOKENS_PER_ROW, max(_LEAST_TOKENS_PER_ROW, share))
 
 
 def pack(sequences: Seq[Sequence], indices: Seq[int], device: torch.device, limit: int = TOKENS_PER_ROW) -> list[Row]:

@@ -35,11 +35,6 @@ class Projection:
     offset: int
     size: int
 
-    @property
-    def kind(self) -> str:
-        """`q_proj`, `down_proj`, `lm_head`, …"""
-        return self.name.rsplit(".", 1)[-1]
-
 
 def fuse(parts: Sequence[torch.Tensor], groups: int, dim: int) -> torch.Tensor:
     """Projections side by side in Megatron's order: for each group in turn, its share of every part."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from trainer_cell.training.build import Base
 from trainer_cell.training.gradients import gathering
 from trainer_cell.training.inputs import check_adam, read_sequences
 from trainer_cell.training.losses import Loss, Tokens, find_loss
-from trainer_cell.training.packing import Row, pack, share
+from trainer_cell.training.packing import Row, pack, share, tokens_per_row
 from trainer_cell.training.slots import Slot
 
 
@@ -35,6 +35,9 @@ class _Answer:
     counts: dict[str, int]
 
 
+LossOfRow = Callable[[Row, torch.Tensor], tuple[torch.Tensor, torch.Tensor, list[_Answer]]]
+
+
 @dataclass(frozen=True)
 class _Pass:
     """One rank's part of a command."""
@@ -47,21 +50,17 @@ def forward_backward(base: Base, slot: Slot, ranks: Ranks, command: ForwardBackw
     """Losses and logprobs of all data; the gradient of their sum is added to the slot's unless `forward_only`.
 
     Every rank calls it together and gets the same. Raises `CommandFailed`, the same on every rank, with the slot as it
-    was.
+    was. Under tensor or pipeline parallelism only what goes wrong before the pass is such a failure; anything else is
+    raised as it is, for the cell to end.
     """
-    loss = find_loss(command.loss, command.loss_config)
-    sequences = read_sequences(command, loss, base.description)
-    shares = share([len(sequence) for sequence in sequences], base.layout.data)
-    mine = shares[parallel_state.get_data_parallel_rank()]
+    rows, loss_of_row = ranks.agree(lambda: _prepare(base, command))
 
     def compute() -> _Pass:
-        rows = pack(sequences, mine, base.device)
-        return _run(base, slot, rows, partial(_loss_of_row, base, loss), command.forward_only)
+        return _run(base, slot, rows, loss_of_row, command.forward_only)
 
-    # Where other ranks wait inside the pass, a raise cannot be answered for: it ends the cell.
     is_local = base.layout.tensor * base.layout.pipeline == 1
-    done = ranks.agree(compute) if is_local else compute()
-    answers = _in_order(ranks.gather(done.answers), len(sequences))
+    done = ranks.agree(compute) if is_local else _without_verdict(compute)
+    answers = _in_order(ranks.gather(done.answers), len(command.data))
     if done.gradient is not None:
         slot.optimizer.accumulate(done.gradient)
     return ForwardBackwardDone(
@@ -74,15 +73,38 @@ def forward_backward(base: Base, slot: Slot, ranks: Ranks, command: ForwardBackw
 def optim_step(slot: Slot, ranks: Ranks, command: OptimStep) -> OptimStepDone:
     """One AdamW step; every rank calls it together. Raises `CommandFailed`, with nothing changed, for bad parameters
     or when no gradient was accumulated since the last step."""
-    check_adam(command.adam)
     optimizer = slot.optimizer
-    if not optimizer.has_gradients:
-        raise CommandFailed(ErrorKind.NO_GRADIENTS, "no forward_backward has succeeded since the last optim_step")
+
+    def check() -> None:
+        check_adam(command.adam)
+        if not optimizer.has_gradients:
+            raise CommandFailed(ErrorKind.NO_GRADIENTS, "no forward_backward has succeeded since the last optim_step")
+
+    ranks.agree(check)
     metrics = optimizer.apply(command.adam)
     return OptimStepDone(command.command_id, optimizer.step, optimizer.iteration, metrics)
 
 
-def _run(base: Base, slot: Slot, rows: list[Row], loss_of_row: Any, forward_only: bool) -> _Pass:
+def _prepare(base: Base, command: ForwardBackward) -> tuple[list[Row], LossOfRow]:
+    """This rank's rows, and what the last pipeline stage makes of each."""
+    loss = find_loss(command.loss, command.loss_config)
+    sequences = read_sequences(command, loss, base.description)
+    lengths = [len(sequence) for sequence in sequences]
+    mine = share(lengths, base.layout.data)[parallel_state.get_data_parallel_rank()]
+    limit = tokens_per_row(sum(lengths[index] for index in mine), base.layout.pipeline)
+    rows = pack(sequences, mine, base.device, limit)
+    return rows, partial(_loss_of_row, base, loss)
+
+
+def _without_verdict(compute: Callable[[], _Pass]) -> _Pass:
+    """Where other ranks wait inside the pass, a raise cannot be answered for: it ends the cell."""
+    try:
+        return compute()
+    except CommandFailed as failure:
+        raise RuntimeError("a pass over several ranks failed on this one") from failure
+
+
+def _run(base: Base, slot: Slot, rows: list[Row], loss_of_row: LossOfRow, forward_only: bool) -> _Pass:
     if forward_only:
         with slot.adapter.active(), torch.no_grad():
             return _Pass(None, _through_model(base, rows, loss_of_row, forward_only=True))
@@ -91,7 +113,7 @@ def _run(base: Base, slot: Slot, rows: list[Row], loss_of_row: Any, forward_only
     return _Pass(gradient, answers)
 
 
-def _through_model(base: Base, rows: list[Row], loss_of_row: Any, forward_only: bool) -> list[_Answer]:
+def _through_model(base: Base, rows: list[Row], loss_of_row: LossOfRow, forward_only: bool) -> list[_Answer]:
     """The rows one after another, each forward and backward; answers on the last pipeline stage."""
     if not rows:
         return []  # Megatron's schedule would run one row all the same

@@ -43,7 +43,8 @@ class Step:
 
 @dataclass
 class Record:
-    """Everything one side says of a model: logits of the base alone, then a step for each batch."""
+    """Everything one side says of a model: logits of the base alone (a pipeline shows none), then a step for each
+    batch."""
 
     base_logits: list[torch.Tensor]
     steps: list[Step]
@@ -79,7 +80,7 @@ def compare(ours: Record, theirs: Record) -> dict[str, float]:
     """Deviations by quantity, the worst over all steps; relative to the largest element but for logits and logprobs."""
     pairs = list(zip(ours.steps, theirs.steps, strict=True))
     return {
-        "base_logits": _absolute([ours.base_logits], [theirs.base_logits]),
+        "base_logits": _absolute([ours.base_logits], [theirs.base_logits]) if ours.base_logits else 0.0,
         "first_logprobs": _absolute([ours.steps[0].logprobs], [theirs.steps[0].logprobs]),
         "logprobs": _absolute([step.logprobs for step in ours.steps], [step.logprobs for step in theirs.steps]),
         "loss": max(abs(our.loss - their.loss) / abs(their.loss) for our, their in pairs),

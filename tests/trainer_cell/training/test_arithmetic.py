@@ -17,6 +17,18 @@ from tests.trainer_cell.training.arithmetic import Record, compare, largest_diff
 from trainer_cell.training.base_models import default_cache, prepare
 
 SMALL_MODELS = ("tiny", "tied", "odd-vocabulary", "llama3-rope", "qwen2", "qwen3")
+# By number of ranks, model:TPxPP; the rest of the ranks is data parallel.
+JOBS = {
+    1: [f"{model}:1x1" for model in SMALL_MODELS],
+    2: [
+        *("tiny:1x1", "qwen3:1x1"),
+        *("tiny:2x1", "odd-vocabulary:2x1", "qwen2:2x1", "qwen3:2x1"),
+        *("tiny:1x2", "tied:1x2", "qwen2:1x2"),
+    ],
+    4: ["tied:2x2", "odd-vocabulary:2x2", "qwen3:2x2", "tiny:2x1", "tiny:1x2", "odd-vocabulary:4x1"],
+}
+ALL_JOBS = [(world, job) for world, jobs in JOBS.items() for job in jobs]
+SMOLLM2_JOBS = [(1, "smollm2:1x1"), (2, "smollm2:1x1"), (2, "smollm2:1x2")]
 SMALL_LIMITS = {
     "base_logits": 5e-5,
     "first_logprobs": 1e-4,
@@ -39,20 +51,21 @@ SMOLLM2_LIMITS = {
 pytestmark = pytest.mark.cell
 
 
-def load(directory: Path, model: str, world: int) -> tuple[dict[str, Record], Record]:
-    ours: dict[str, Record] = torch.load(directory / f"{model}.{world}.pt", weights_only=False)
+def load(directory: Path, world: int, job: str) -> tuple[dict[str, Record], Record]:
+    model, sizes = job.split(":")
+    ours: dict[str, Record] = torch.load(directory / f"{model}.{world}.{sizes}.pt", weights_only=False)
     theirs: Record = torch.load(directory / f"{model}.reference.pt", weights_only=False)
     return ours, theirs
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the records of all small models, at one rank and at two."""
+    """A directory with the records of all small models, in all layouts."""
     directory = tmp_path_factory.mktemp("arithmetic")
     (directory / "tiny").symlink_to(prepare("tiny", tmp_path_factory.mktemp("cache")))
     run_program("reference", directory, *SMALL_MODELS)
-    run_program("train", directory, *SMALL_MODELS, ranks=1)
-    run_program("train", directory, "tiny", "qwen3", ranks=2)
+    for world, jobs in JOBS.items():
+        run_program("train", directory, *jobs, ranks=world)
     return directory
 
 
@@ -61,8 +74,8 @@ def compared_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("smollm2")
     (directory / "smollm2").symlink_to(prepare("smollm2-135m", default_cache()))
     run_program("reference", directory, "smollm2")
-    run_program("train", directory, "smollm2", ranks=1)
-    run_program("train", directory, "smollm2", ranks=2)
+    run_program("train", directory, "smollm2:1x1", ranks=1)
+    run_program("train", directory, "smollm2:1x1", "smollm2:1x2", ranks=2)
     return directory
 
 
@@ -70,28 +83,31 @@ def beyond(limits: dict[str, float], deviations: dict[str, float]) -> dict[str, 
     return {quantity: found for quantity, found in deviations.items() if not found <= limits[quantity]}
 
 
-@pytest.mark.parametrize(("model", "world"), [*((model, 1) for model in SMALL_MODELS), ("tiny", 2), ("qwen3", 2)])
-def test_three_steps_match_peft_and_adamw(compared: Path, model: str, world: int) -> None:
-    ours, theirs = load(compared, model, world)
+@pytest.mark.parametrize(("world", "job"), ALL_JOBS)
+def test_three_steps_match_peft_and_adamw(compared: Path, world: int, job: str) -> None:
+    ours, theirs = load(compared, world, job)
+    assert bool(ours["sum"].base_logits) == job.endswith("x1")
     assert not beyond(SMALL_LIMITS, compare(ours["sum"], theirs))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_one_step_of_smollm2_matches_peft_and_adamw(compared_smollm2: Path, world: int) -> None:
-    ours, theirs = load(compared_smollm2, "smollm2", world)
+@pytest.mark.parametrize(("world", "job"), SMOLLM2_JOBS)
+def test_one_step_of_smollm2_matches_peft_and_adamw(compared_smollm2: Path, world: int, job: str) -> None:
+    ours, theirs = load(compared_smollm2, world, job)
     assert not beyond(SMOLLM2_LIMITS, compare(ours["sum"], theirs))
 
 
 def test_averaging_over_ranks_would_be_seen(compared: Path) -> None:
-    ours, theirs = load(compared, "tiny", 2)
+    ours, theirs = load(compared, 2, "tiny:1x1")
     seen = beyond(SMALL_LIMITS, compare(ours["mean"], theirs))
     assert seen.keys() == {"grad_norm", "first_gradients"}  # clipping hides the factor from what follows
     assert seen["first_gradients"] > 0.4
 
 
-@pytest.mark.parametrize(("model", "world"), [("tiny", 1), ("tiny", 2), ("qwen3", 1)])
-def test_norm_clipping_and_adamw_from_given_gradients_match_torch(compared: Path, model: str, world: int) -> None:
-    ours, theirs = load(compared, model, world)
+@pytest.mark.parametrize(
+    ("world", "job"), [one for one in ALL_JOBS if one[1].startswith(("tiny", "odd-vocabulary", "qwen3"))]
+)
+def test_norm_clipping_and_adamw_from_given_gradients_match_torch(compared: Path, world: int, job: str) -> None:
+    ours, theirs = load(compared, world, job)
     for our, their in zip(ours["given"].steps, theirs.steps, strict=True):
         assert our.grad_norm == pytest.approx(their.grad_norm, rel=1e-6)
         assert largest_difference(our.exp_avg, their.exp_avg) < 1e-6
@@ -100,6 +116,6 @@ def test_norm_clipping_and_adamw_from_given_gradients_match_torch(compared: Path
 
 
 def test_two_ranks_say_the_same_as_one(compared: Path) -> None:
-    one, _ = load(compared, "tiny", 1)
-    two, _ = load(compared, "tiny", 2)
+    one, _ = load(compared, 1, "tiny:1x1")
+    two, _ = load(compared, 2, "tiny:1x1")
     assert not beyond(SMALL_LIMITS, compare(two["sum"], one["sum"]))

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer_cell.training.arithmetic import REPOSITORY
 from tests.trainer_cell.training.conftest import ALONE
-from trainer_cell.protocol.outcomes import Layout
 from trainer_cell.ranks import Ranks
 from trainer_cell.training.base_models import RECORD, BaseUnavailable, describe, prepare
 from trainer_cell.training.build import build_base
 from trainer_cell.training.model_shape import UnsupportedBase, check_layout, read_shape, shape_from_config
+from trainer_cell.training.prepare_base import main as prepare_base
 from trainer_cell.training.safetensors_files import DamagedBase, weights_digest
 from trainer_cell.training.tiny_base import CONFIG
 
@@ -167,18 +167,26 @@ def test_a_config_without_a_size_is_refused_naming_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "why"),
+    ("tensor", "pipeline", "why"),
     [
-        (Layout(world=8, tensor=8, pipeline=1, data=1), "KV heads 4 cannot be split over 8"),
-        (Layout(world=3, tensor=1, pipeline=3, data=1), "4 layers cannot be split over 3"),
-        (Layout(world=4, tensor=2, pipeline=1, data=1), "does not multiply up"),
+        (8, 1, "4 KV heads cannot be split over 8 tensor-parallel ranks"),
+        (3, 1, "8 heads and 4 KV heads and 160 MLP columns cannot be split over 3"),
+        (1, 3, "4 layers cannot be split over 3 pipeline stages"),
+        (8, 3, "4 KV heads cannot be split over 8 tensor-parallel ranks; 4 layers cannot be split over 3"),
     ],
 )
-def test_a_layout_the_model_cannot_have_is_refused_with_the_reason(tiny: Path, layout: Layout, why: str) -> None:
+def test_a_layout_the_model_cannot_have_is_refused_with_the_reason(
+    tiny: Path, capsys: pytest.CaptureFixture[str], tensor: int, pipeline: int, why: str
+) -> None:
     shape = read_shape(tiny)
-    check_layout(shape, Layout(world=8, tensor=4, pipeline=2, data=1))
+    check_layout(shape, 4, 2)
     with pytest.raises(ValueError, match=why):
-        check_layout(shape, layout)
+        check_layout(shape, tensor, pipeline)
+    assert prepare_base([str(tiny), "--tp", str(tensor), "--pp", str(pipeline)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert why in told.err
+    assert told.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("change", ["missing", "surplus", "shape"])

@@ -1,0 +1,181 @@
+"""Whole cells for tests: every rank a process, and the test is their gateway, at the other end of a real socket.
+
+The ranks are forked from a process that has torch and megatron imported, so that a cell is there in about a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic_settings import CliApp
+
+from trainer_cell.protocol.commands import Command, encode_command
+from trainer_cell.protocol.framing import FrameError, receive_frame, send_frame
+from trainer_cell.protocol.outcomes import Failed, Hello, Outcome, Progress, Success, decode_said
+from trainer_cell.settings import CellSettings
+from trainer_cell.vault.layout import Vault
+from trainer_cell.watchdog import die_with_parent
+
+# Nothing here takes near as long on a machine that does something else besides; who waits longer waits for ever.
+PATIENCE_S = 120.0
+# What torchrun does with the ranks that are left when one has failed, in less time.
+GRACE_S = 5.0
+
+T = TypeVar("T")
+Disturb = Callable[[int], None]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pytest", "torch", "trainer_cell.assembly", "tests.trainer_cell.running_cell"])
+
+
+class CellEnded(Exception):
+    """The cell hung up; how each of its ranks ended is in `statuses`."""
+
+    def __init__(self, statuses: list[int], log: str) -> None:
+        super().__init__(f"exit statuses {statuses}\n{log}")
+        self.statuses = statuses
+
+
+class RunningCell:
+    """One epoch. disturb: called on each rank, with its number, before the cell is built there."""
+
+    def __init__(
+        self,
+        base: Path,
+        checkpoints: Path,
+        *options: str,
+        ranks: int = 1,
+        tp: int = 1,
+        pp: int = 1,
+        disturb: Disturb | None = None,
+    ) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="cell-"))
+        Vault(checkpoints).create()
+        path = self.directory / "socket"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen(1)
+        given = ["--base-model", str(base), "--checkpoints", str(checkpoints), "--gateway-socket", str(path)]
+        given += ["--tp", str(tp), "--pp", str(pp), "--threads", "1", *options]
+        port = _free_port()
+        self.processes: list[BaseProcess] = [
+            _context.Process(target=_run_rank, args=(rank, ranks, port, given, disturb, self.directory), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+        with listener:
+            if listener not in wait([listener, *(process.sentinel for process in self.processes)], PATIENCE_S):
+                raise CellEnded(self._await_end(), self.log())
+            self._connection, _ = listener.accept()
+        self._connection.settimeout(PATIENCE_S)
+        hello = self._next()
+        assert isinstance(hello, Hello)
+        self.hello = hello
+
+    def execute(self, command: Command) -> Success | Failed:
+        """The outcome; progress is passed over. Raises `CellEnded`, and `TimeoutError` if the cell hangs."""
+        try:
+            send_frame(self._connection, encode_command(command))
+        except OSError:
+            raise CellEnded(self._await_end(), self.log()) from None
+        while isinstance(said := self._next(), Progress):
+            pass
+        assert not isinstance(said, Hello)
+        return said
+
+    def do(self, command: Command, expected: type[T]) -> T:
+        """The outcome of a command that must succeed."""
+        outcome = self.execute(command)
+        assert isinstance(outcome, expected), outcome
+        return outcome
+
+    def log(self) -> str:
+        return "\n".join(path.read_text()[-20_000:] for path in sorted(self.directory.glob("rank*.log")))
+
+    def stop(self) -> list[int]:
+        """As `cellgate serve` stops a cell; the ranks' exit statuses."""
+        pid = self.processes[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        return self._await_end()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._connection.close()
+        shutil.rmtree(self.directory)
+
+    def _next(self) -> Hello | Progress | Outcome:
+        self._tend_until(lambda: bool(wait([self._connection], timeout=0)), self._connection)
+        try:
+            frame = receive_frame(self._connection)
+        except (ConnectionError, FrameError):
+            frame = None
+        if frame is None:
+            raise CellEnded(self._await_end(), self.log())
+        return decode_said(frame)
+
+    def _await_end(self) -> list[int]:
+        self._tend_until(lambda: not self._alive())
+        return [process.exitcode or 0 for process in self.processes]
+
+    def _tend_until(self, is_over: Callable[[], bool], *events: socket.socket) -> None:
+        """Once a rank has failed, the others have their grace and are then killed, as torchrun does it."""
+        deadline, is_failing = time.monotonic() + PATIENCE_S, False
+        while not is_over():
+            if not is_failing and any(process.exitcode for process in self.processes):
+                deadline, is_failing = time.monotonic() + GRACE_S, True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                if not is_failing:
+                    raise TimeoutError(f"nothing came of it, and no rank has ended\n{self.log()}")
+                for process in self._alive():
+                    process.kill()
+            wait([*events, *(process.sentinel for process in self._alive())], max(left_s, 0.1))
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self.processes if process.exitcode is None]
+
+
+@contextmanager
+def running_cell(*arguments: object, **options: object) -> Iterator[RunningCell]:
+    cell = RunningCell(*arguments, **options)  # type: ignore[arg-type]
+    try:
+        yield cell
+    finally:
+        cell.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _run_rank(rank: int, world: int, port: int, options: list[str], disturb: Disturb | None, directory: Path) -> None:
+    die_with_parent()
+    log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+    if rank != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    from trainer_cell.assembly import run_cell
+
+    if disturb is not None:
+        disturb(rank)
+    run_cell(CliApp.run(CellSettings, cli_args=options))

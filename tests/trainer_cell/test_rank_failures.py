@@ -1,0 +1,144 @@
+"""One rank raises at one step of a command: a typed failure that leaves everything as it was, or the end of the epoch.
+Never a hang: a `RunningCell` waits for no answer for longer than its patience."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_cell import odd_base
+from tests.trainer_cell.client import Client
+from tests.trainer_cell.faults import AGREED, ENDING, fault, install
+from tests.trainer_cell.running_cell import CellEnded, RunningCell
+from tests.trainer_cell.training.arithmetic import batches
+from trainer_cell.protocol.commands import AdapterSpec, Command, CreateModel
+from trainer_cell.protocol.errors import ErrorKind
+from trainer_cell.protocol.outcomes import Failed
+from trainer_cell.vault.layout import CheckpointAddress, Vault
+
+pytestmark = pytest.mark.cell
+
+LAYOUTS = {"dp2": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
+SPEC = AdapterSpec(4, 8.0, train_attn=True, train_mlp=True, train_unembed=True)
+DATA = batches(odd_base.VOCAB, 2, (17, 5, 33, 2, 64, 21))
+OF_FORWARD_BACKWARD = ("validate", "pack", "forward", "loss", "backward", "accumulate")
+OF_OPTIM_STEP = ("check the step", "sum gradients", "norm", "step")
+OF_SAVE = ("capture", "write", "plan", "vote")
+
+Start = Callable[..., "Disturbed"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return odd_base.write(tmp_path_factory.mktemp("odd") / "base")
+
+
+class Disturbed:
+    """A cell whose steps can be made to fail, and a model that has taken one step and has gradients of another."""
+
+    def __init__(self, cell: RunningCell, root: Path, fault_file: Path) -> None:
+        self.cell, self.root, self.fault_file = cell, root, fault_file
+        self.model = Client(cell, "session:train:0", SPEC)
+        self.model.create(seed=1)
+        self.model.train(DATA[0])
+        self.before = self.model.save(root, "before")
+        cell.execute(self.model.forward_backward(DATA[1]))
+
+    def come_to_no_answer(self, at: str) -> None:
+        """The first rank may have answered before another fails; then there is no later answer."""
+        self.cell.execute(self.command(at))
+        self.cell.execute(self.model.forward_backward(DATA[1]))
+
+    def command(self, at: str) -> Command:
+        """One that comes to that step."""
+        if at in OF_FORWARD_BACKWARD:
+            return self.model.forward_backward(DATA[1])
+        if at in OF_OPTIM_STEP:
+            return self.model.optim_step()
+        if at in OF_SAVE:
+            return self.model.save_command("target")
+        if at == "create":
+            return CreateModel("create", "session:train:1", SPEC, 0)
+        version = Vault(self.root).resolve(CheckpointAddress(self.model.model_id, "weights", "before"))
+        assert version is not None
+        return self.model.load_command(version)
+
+
+@pytest.fixture
+def disturb(base: Path, tmp_path: Path) -> Iterator[Start]:
+    started: list[RunningCell] = []
+
+    def start(layout: str, *options: str) -> Disturbed:
+        tp, pp = LAYOUTS[layout]
+        file, root = tmp_path / "fault.json", tmp_path / "checkpoints"
+        cell = RunningCell(base, root, *options, ranks=2, tp=tp, pp=pp, disturb=partial(install, file))
+        started.append(cell)
+        return Disturbed(cell, root, file)
+
+    yield start
+    for cell in started:
+        cell.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_fails_before_the_ranks_depend_on_each_other_is_a_typed_failure(disturb: Start, layout: str) -> None:
+    run, undisturbed = disturb(layout), disturb(layout)
+    for at in (*AGREED, *(("forward", "loss", "backward") if layout == "dp2" else ())):
+        for rank in (0, 1):
+            with fault(run.fault_file, rank, at):
+                failed = run.cell.execute(run.command(at))
+            assert isinstance(failed, Failed), (at, rank, failed)
+            assert failed.kind is ErrorKind.RANK_FAILED
+            assert failed.message == f"rank {rank}: MemoryError: no memory to {at}"
+    assert run.model.save(run.root, "after").same_as(run.before)
+    assert [path for path in (run.root / ".staging").iterdir() if path.is_dir()] == []
+    # The pending gradients are those of before, too.
+    for one in (run, undisturbed):
+        one.cell.execute(one.model.optim_step())
+    assert run.model.save(run.root, "next").same_as(undisturbed.model.save(run.root, "next"))
+    assert run.cell.stop() == undisturbed.cell.stop() == [0, 0]
+
+
+def is_reached(layout: str, rank: int, at: str) -> bool:
+    if (layout, at) == ("pp2", "loss"):
+        return rank == 1
+    return layout != "dp2" or at not in ("forward", "loss", "backward")
+
+
+ALL_CASES = [
+    (layout, rank, at) for at in ENDING for layout in LAYOUTS for rank in (0, 1) if is_reached(layout, rank, at)
+]
+# Every step once, every layout and rank several times.
+SAMPLE = {
+    *(("pp2", 0, "forward"), ("tp2", 1, "forward"), ("pp2", 1, "loss"), ("pp2", 0, "backward"), ("tp2", 1, "backward")),
+    *(("tp2", 0, "accumulate"), ("dp2", 1, "sum gradients"), ("pp2", 1, "norm"), ("tp2", 1, "step")),
+    *(("dp2", 0, "plan"), ("pp2", 1, "vote"), ("tp2", 0, "apply")),
+}
+CASES = [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.full) for case in ALL_CASES]
+
+
+@pytest.mark.parametrize(("layout", "rank", "at"), CASES)
+def test_what_fails_where_other_ranks_wait_ends_the_epoch(disturb: Start, layout: str, rank: int, at: str) -> None:
+    run = disturb(layout)
+    with fault(run.fault_file, rank, at), pytest.raises(CellEnded) as ended:
+        run.come_to_no_answer(at)
+    assert ended.value.statuses[rank] == 1
+    assert 0 not in ended.value.statuses
+    assert f"no memory to {at}" in str(ended.value)
+
+
+@pytest.mark.parametrize(("layout", "rank", "at"), [("tp2", 1, "forward"), ("pp2", 0, "backward"), ("dp2", 1, "norm")])
+def test_a_rank_that_stands_still_ends_the_epoch_at_the_deadline_with_its_stack(
+    disturb: Start, layout: str, rank: int, at: str
+) -> None:
+    run = disturb(layout, "--command-deadline-s", "3")
+    began = time.monotonic()
+    with fault(run.fault_file, rank, at, stands_still=True), pytest.raises(CellEnded) as ended:
+        run.come_to_no_answer(at)
+    assert time.monotonic() - began > 2.0
+    assert 0 not in ended.value.statuses
+    assert "in faulty" in str(ended.value)
