@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from trainer_cell.protocol.commands import AdapterSpec
 from trainer_cell.ranks import Ranks
 from trainer_cell.training import step
 from trainer_cell.training.build import Base
-from trainer_cell.training.packing import pack
 from trainer_cell.training.slots import Slot, SlotTable
 from trainer_cell.training.step import forward_backward, optim_step
 
@@ -41,7 +38,7 @@ def gradient_of(base: Base, ranks: Ranks, *windows: list[Datum]) -> torch.Tensor
 def test_the_sum_is_that_of_fp32_and_not_of_bf16(
     bf16_base: Base, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, over: str
 ) -> None:
-    monkeypatch.setattr(step, "pack", partial(pack, limit=12))
+    monkeypatch.setattr(step, "tokens_per_row", lambda total, num_stages: 12)
     single = [gradient_of(bf16_base, ranks, [datum]) for datum in SEQUENCES]
     if over == "rows":
         found = gradient_of(bf16_base, ranks, SEQUENCES)
