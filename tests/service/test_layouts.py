@@ -31,7 +31,7 @@ def assert_close(ours: Logprobs, theirs: Logprobs) -> None:
         assert one == pytest.approx(other, abs=1e-3)
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["tp to pp", "pp to tp"])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.full)], ids=["tp to pp", "pp to tp"])
 def test_a_run_goes_on_under_another_layout(serve: Serve, first: int) -> None:
     (options, sizes), (other_options, other_sizes) = LAYOUTS[first], LAYOUTS[1 - first]
     service = serve(*options, ranks=2)
@@ -110,16 +110,10 @@ def test_a_layout_the_base_model_cannot_have_ends_the_service_at_once_with_the_r
     assert "cellgate ready" not in refused.stdout
 
 
-@pytest.mark.parametrize(
-    ("layout", "reason"), [(["--tp", "2"], REASON), (["--pp", "3"], "2 ranks cannot be split into tp 1 × pp 3")]
-)
-def test_a_cell_started_apart_says_the_same_in_one_line(
-    tmp_path: Path, smollm2_like: Path, layout: list[str], reason: str
-) -> None:
+def test_a_cell_started_apart_says_the_same_in_one_line(tmp_path: Path, smollm2_like: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "trainer_cell", "--base-model", str(smollm2_like), "--checkpoints", str(tmp_path / "checkpoints")]
-    refused = subprocess.run(
-        [*command, "--gateway-socket", str(tmp_path / "socket"), *layout], capture_output=True, text=True, timeout=120
-    )
+    command += ["--gateway-socket", str(tmp_path / "socket"), "--tp", "2"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1
-    assert refused.stderr.count(f"the trainer cell cannot start: {reason}\n") == 1
+    assert refused.stderr.count(f"the trainer cell cannot start: {REASON}\n") == 1
