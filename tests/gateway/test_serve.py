@@ -42,7 +42,22 @@ def cell_settings(plan: Plan) -> CellSettings:
 
 
 def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: socket.socket) -> None:
-    given = ["--ranks", "2", "--slots", "3", "--max-lora-rank", "16", "--dtype", "bf16", "--cache", "/cache"]
+    given = [
+        "--ranks",
+        "6",
+        "--tp",
+        "3",
+        "--pp",
+        "2",
+        "--slots",
+        "3",
+        "--max-lora-rank",
+        "16",
+        "--dtype",
+        "bf16",
+        "--cache",
+        "/cache",
+    ]
     given += ["--no-load-optim", "--no-save-optim", "--deterministic", "--max-body-mb", "5", "--checkpoints", "/disk"]
     given += ["--recompute"]
     plan = planned(parsed(tmp_path, *given), listener)
@@ -52,7 +67,9 @@ def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: so
     assert cell.no_load_optim
     assert cell.no_save_optim
     assert cell.recompute
-    assert ("--nproc-per-node", "2") in itertools.pairwise(plan.cell("/prepared"))
+    assert (cell.tp, cell.pp) == (3, 2)
+    assert plan.prepare[-4:] == ["--tp", "3", "--pp", "2"]
+    assert ("--nproc-per-node", "6") in itertools.pairwise(plan.cell("/prepared"))
     gateway = CliApp.run(GatewayProcessSettings, cli_args=plan.gateway[3:])
     assert (gateway.state, gateway.checkpoint_root, gateway.max_body_mb) == (tmp_path, Path("/disk"), 5)
     assert gateway.gateway_socket == cell.gateway_socket == tmp_path / "run/cell.sock"

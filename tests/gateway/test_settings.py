@@ -75,6 +75,22 @@ def test_a_value_that_cannot_work_is_refused(arguments: list[str]) -> None:
         parsed(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (["--ranks", "3", "--tp", "2"], "3 ranks cannot be split into tp 2 × pp 1"),
+        (["--ranks", "2", "--tp", "2", "--pp", "2"], "2 ranks cannot be split into tp 2 × pp 2"),
+        (["--pp", "2"], "1 ranks cannot be split into tp 1 × pp 2"),
+        (["--tp", "0"], "greater than or equal to 1"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_ranks_that_make_no_layout_are_refused_with_the_reason(layout: list[str], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        parsed(*layout)
+    assert parsed("--ranks", "4", "--tp", "2").pp == 1
+
+
 def test_settings_cannot_be_changed_after_they_were_read() -> None:
     with pytest.raises(ValidationError):
         parsed().port = 1

@@ -1,6 +1,7 @@
 """Makes one rank raise at one step of a command, or stand still there, while a fault file asks for it.
 
-The file holds `{"rank": r, "at": step}`. `install` is given to a `RunningCell` as its `disturb`.
+The file holds `{"rank": r, "at": step, "how": …}`: `raises`, `raises typed`, or `stands still`. `install` is given to a
+`RunningCell` as its `disturb`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 
 # By name, module and attribute. What comes before a command's first collective, or is agreed on, is one typed failure.
 AGREED = {
@@ -40,8 +43,8 @@ ENDING = {
 
 
 @contextmanager
-def fault(file: Path, rank: int, at: str, stands_still: bool = False) -> Iterator[None]:
-    file.write_text(json.dumps({"rank": rank, "at": at, "stands_still": stands_still}))
+def fault(file: Path, rank: int, at: str, how: str = "raises") -> Iterator[None]:
+    file.write_text(json.dumps({"rank": rank, "at": at, "how": how}))
     try:
         yield
     finally:
@@ -65,8 +68,10 @@ def _faulty(file: Path, rank: int, at: str, act: Callable[..., Any]) -> Callable
         if file.exists():
             asked = json.loads(file.read_text())
             if (asked["rank"], asked["at"]) == (rank, at):
-                if asked["stands_still"]:
+                if asked["how"] == "stands still":
                     time.sleep(3600)
+                if asked["how"] == "raises typed":
+                    raise CommandFailed(ErrorKind.NON_FINITE_STATE, f"no memory to {at}")
                 raise MemoryError(f"no memory to {at}")
         return act(*arguments, **named)
 

@@ -121,6 +121,12 @@ SAMPLE = {
 CASES = [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.full) for case in ALL_CASES]
 
 
+def test_a_typed_failure_of_one_rank_inside_a_shared_pass_is_no_answer_of_all(disturb: Start) -> None:
+    run = disturb("tp2")
+    with fault(run.fault_file, 1, "loss", how="raises typed"), pytest.raises(CellEnded, match="no memory to loss"):
+        run.cell.execute(run.command("loss"))
+
+
 @pytest.mark.parametrize(("layout", "rank", "at"), CASES)
 def test_what_fails_where_other_ranks_wait_ends_the_epoch(disturb: Start, layout: str, rank: int, at: str) -> None:
     run = disturb(layout)
@@ -137,7 +143,7 @@ def test_a_rank_that_stands_still_ends_the_epoch_at_the_deadline_with_its_stack(
 ) -> None:
     run = disturb(layout, "--command-deadline-s", "3")
     began = time.monotonic()
-    with fault(run.fault_file, rank, at, stands_still=True), pytest.raises(CellEnded) as ended:
+    with fault(run.fault_file, rank, at, how="stands still"), pytest.raises(CellEnded) as ended:
         run.come_to_no_answer(at)
     assert time.monotonic() - began > 2.0
     assert 0 not in ended.value.statuses

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainer_cell.training.build import Base
 from trainer_cell.training.inputs import Sequence
 from trainer_cell.training.output_head import OutputHead
-from trainer_cell.training.packing import pack, share
+from trainer_cell.training.packing import TOKENS_PER_ROW, pack, share, tokens_per_row
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 50), max_size=30)
@@ -73,3 +73,17 @@ def test_logprobs_in_chunks_kept_or_computed_again_are_those_of_all_logits_at_on
     if with_gradient:
         assert torch.allclose(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
         assert torch.equal(gradients[1], gradients[2])
+
+
+@pytest.mark.parametrize(
+    ("total", "num_stages", "limit"),
+    [
+        (100, 1, TOKENS_PER_ROW),  # one stage waits for nobody
+        (1_000_000, 4, TOKENS_PER_ROW),
+        (8_000, 2, 1_000),  # four rows a stage
+        (8_000, 4, 500),
+        (100, 4, 128),  # not worth cutting
+    ],
+)
+def test_a_pipeline_gets_rows_enough_to_keep_its_stages_at_work(total: int, num_stages: int, limit: int) -> None:
+    assert tokens_per_row(total, num_stages) == limit
