@@ -15,7 +15,7 @@ from trainer_cell.training.base_models import default_cache, prepare
 from trainer_cell.training.build import Base
 from trainer_cell.training.output_head import OutputHead
 
-TOKENS = 4096
+TOKENS = 2048
 CHUNK = 64  # tokens
 LIMIT_MIB = 8 * 1024
 
