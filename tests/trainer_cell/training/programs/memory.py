@@ -1,4 +1,4 @@
-"""`python -m …memory BASE_DIRECTORY TOKENS [recompute] [bf16] [whole-logits]`: prints the most memory, in MiB, that one
+"""`python -m …memory BASE_DIRECTORY TOKENS [recompute] [bf16]`: prints the most memory, in MiB, that one
 forward_backward over one sequence takes in a process of its own, and its seconds."""
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ ALONE = Layout(world=1, tensor=1, pipeline=1, data=1)
 def main(directory: Path, num_tokens: int, options: set[str]) -> None:
     dtype = torch.bfloat16 if "bf16" in options else torch.float32
     base = build_base(directory, ALONE, torch.device("cpu"), dtype, recompute="recompute" in options)
-    assert base.head is not None
-    if "whole-logits" in options:
-        base.head._tokens_at_once = base.head._tokens_kept = num_tokens
     slot = SlotTable(base, 1, SPEC.rank).create("one", SPEC, seed=1)
     command = forward_backward_command(batches(base.shape.vocab, 1, (num_tokens,))[0])
     began = time.monotonic()
