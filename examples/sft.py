@@ -62,7 +62,7 @@ def main() -> None:
         print(f"step {step} loss {forward_backward.result().metrics['loss:sum'] / num_tokens!r}", flush=True)
         if (step + 1) % arguments.save_every == 0:
             print(f"saved {model.save_state(f'step{step + 1}').result().path}", flush=True)
-    service.close("success")
+    service.close("success").result()
 
 
 if __name__ == "__main__":

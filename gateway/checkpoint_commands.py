@@ -21,7 +21,10 @@ class ListCheckpoints(StateSettings):
     model_id: str | None = Field(None, description="of this model alone")
 
     def cli_cmd(self) -> None:
-        for listed in list_checkpoints(Vault(self.checkpoint_root), self.model_id):
+        found = list(list_checkpoints(Vault(self.checkpoint_root), self.model_id))
+        if not found:
+            sys.stderr.write(f"no checkpoints under {self.checkpoint_root}\n")
+        for listed in found:
             sys.stdout.write(f"{listed.address.uri}\t{listed.size_bytes} bytes\t{_state(listed)}\n")
 
 
@@ -49,7 +52,8 @@ class VerifyCheckpoints(StateSettings):
 
     def _is_good(self, vault: Vault, address: str) -> bool:
         try:
-            problems = verify_version(_directory(vault, address), deep=self.deep)
+            directory = _directory(vault, address)
+            problems = verify_version(directory, deep=self.deep) if directory.exists() else ["there is no checkpoint"]
         except VaultError as error:
             problems = [str(error)]
         sys.stdout.write("".join(f"{address}: {line}\n" for line in problems or ["good"]))

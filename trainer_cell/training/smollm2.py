@@ -33,6 +33,10 @@ def convert(directory: Path) -> None:
     _tell("converting SmolLM2-135M-Instruct (15 to 60 s, once)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     # Without dequantize the weights stay packed and cannot be saved.
