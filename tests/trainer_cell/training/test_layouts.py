@@ -46,12 +46,22 @@ def one(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
         yield cell
 
 
-@pytest.mark.parametrize(("ranks", "tp", "pp"), [(2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "tp", "pp", "options"),
+    [
+        (2, 2, 1, ()),
+        (2, 1, 2, ()),
+        (4, 1, 2, ()),
+        (4, 2, 2, ()),
+        (2, 2, 1, ("--recompute",)),
+        (2, 1, 2, ("--recompute",)),
+    ],
+)
 def test_every_corner_is_as_on_one_rank(
-    base: Path, one: RunningCell, tmp_path: Path, ranks: int, tp: int, pp: int
+    base: Path, one: RunningCell, tmp_path: Path, ranks: int, tp: int, pp: int, options: tuple[str, ...]
 ) -> None:
-    with running_cell(base, tmp_path, ranks=ranks, tp=tp, pp=pp) as cell:
-        ours, theirs = (Client(each, f"model-{ranks}-{tp}:train:0", SPEC) for each in (cell, one))
+    with running_cell(base, tmp_path, *options, ranks=ranks, tp=tp, pp=pp) as cell:
+        ours, theirs = (Client(each, f"model-{ranks}-{tp}-{len(options)}:train:0", SPEC) for each in (cell, one))
         for model in (ours, theirs):
             model.create(seed=1)
             model.train(WARM_UP)
