@@ -219,6 +219,20 @@ def test_flipped_and_missing_bytes_are_found_and_named(one_rank: RunningService,
     model.load_state_with_optimizer(saved).result(timeout=30)
 
 
+def test_a_model_with_nan_in_it_never_takes_the_place_of_a_checkpoint(service: RunningService) -> None:
+    model = new_model(service)
+    good = save(service, model, "kept")
+    absurd = tinker.AdamParams(learning_rate=1e6, weight_decay=1e6)
+    for _ in range(4):  # a gradient of zero, so that the decay alone moves the weights
+        model.forward_backward([datum([1, 2, 3], [0.0, 0.0])], "cross_entropy").result()
+        model.optim_step(absurd).result()
+    with pytest.raises(tinker.RequestFailedError, match="NaN"):
+        model.save_state("kept", overwrite=True).result(timeout=30)
+    assert save_of(service, model, "kept").same_as(good)
+    model.load_state_with_optimizer(f"tinker://{good.manifest.model_id}/weights/kept").result()
+    assert save(service, model, "again").same_as(good)
+
+
 def test_a_step_never_runs_on_the_gradient_of_half_a_window(service: RunningService) -> None:
     model, control = new_model(service), new_model(service)
     good = model.forward_backward(batch(0), "cross_entropy")

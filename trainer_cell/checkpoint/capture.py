@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trainer_cell.checkpoint.plan import Piece
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.training.slots import SlotState
 from trainer_cell.vault.shard_file import TensorPiece
 
@@ -24,7 +25,8 @@ class CaptureBuffer:
     def capture(self, pieces: Sequence[Piece], state: SlotState) -> list[TensorPiece]:
         """Copy the live tensors; the result's memory is valid until the next capture.
 
-        state: this rank's live tensors, of the pieces' local shapes.
+        state: this rank's live tensors, of the pieces' local shapes. Raises `CommandFailed` (NON_FINITE_STATE) for
+        NaN and infinity: a checkpoint that no load accepts must not take the place of one that works.
         """
         offsets, end = [], 0
         for piece in pieces:
@@ -38,12 +40,19 @@ class CaptureBuffer:
         ]
         if self._pin:
             torch.cuda.synchronize()
+        for piece, offset in zip(pieces, offsets, strict=True):
+            if not bool(torch.isfinite(self._view(piece, offset)).all()):
+                raise CommandFailed(
+                    ErrorKind.NON_FINITE_STATE, f"{piece.key} of the model holds NaN or infinite values"
+                )
         return captured
 
-    def _copy(self, piece: Piece, live: torch.Tensor, offset: int) -> TensorPiece:
+    def _view(self, piece: Piece, offset: int) -> torch.Tensor:
         part = self._bytes[offset : offset + piece.num_bytes]
-        target = part.view(_TORCH_DTYPES[piece.dtype]).view(piece.sharding.local_shape)
-        target.copy_(live.detach(), non_blocking=self._pin)
+        return part.view(_TORCH_DTYPES[piece.dtype]).view(piece.sharding.local_shape)
+
+    def _copy(self, piece: Piece, live: torch.Tensor, offset: int) -> TensorPiece:
+        self._view(piece, offset).copy_(live.detach(), non_blocking=self._pin)
         return TensorPiece(
             key=piece.key,
             dtype=piece.dtype,
@@ -51,5 +60,5 @@ class CaptureBuffer:
             global_shape=piece.sharding.global_shape,
             axis=piece.sharding.axis,
             offset=piece.sharding.offset,
-            data=memoryview(part.numpy()),
+            data=memoryview(self._bytes[offset : offset + piece.num_bytes].numpy()),
         )

@@ -58,7 +58,7 @@ def compose_manifest(
         expires=command.expires,
         user_metadata=command.user_metadata,
         libraries=facts.libraries,
-        non_finite=False,
+        non_finite=False,  # the capture has refused anything else
         tensors=merge_index(shards),
         files={shard.file: shard.record for shard in shards},
     )
