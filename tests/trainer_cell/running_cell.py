@@ -1,11 +1,7 @@
-"""Whole cells for tests: every rank a process, and the test is their gateway, at the other end of a real socket.
-
-The ranks are forked from a process that has torch and megatron imported, so that a cell is there in about a second.
-"""
+"""Whole cells for tests, there in about a second; the test is their gateway, at the other end of a real socket."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -21,23 +17,18 @@ from typing import TypeVar
 
 from pydantic_settings import CliApp
 
+from tests.trainer_cell.forked_ranks import PATIENCE_S, logs_of, start_ranks
 from trainer_cell.protocol.commands import Command, encode_command
 from trainer_cell.protocol.framing import FrameError, receive_frame, send_frame
 from trainer_cell.protocol.outcomes import Failed, Hello, Outcome, Progress, Success, decode_said
 from trainer_cell.settings import CellSettings
 from trainer_cell.vault.layout import Vault
-from trainer_cell.watchdog import die_with_parent
 
-# Nothing here takes near as long on a machine that does something else besides; who waits longer waits for ever.
-PATIENCE_S = 120.0
 # What torchrun does with the ranks that are left when one has failed, in less time.
 GRACE_S = 5.0
 
 T = TypeVar("T")
 Disturb = Callable[[int], None]
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "torch", "trainer_cell.assembly", "tests.trainer_cell.running_cell"])
 
 
 class CellEnded(Exception):
@@ -69,13 +60,7 @@ class RunningCell:
         listener.listen(1)
         given = ["--base-model", str(base), "--checkpoints", str(checkpoints), "--gateway-socket", str(path)]
         given += ["--tp", str(tp), "--pp", str(pp), "--threads", "1", *options]
-        port = _free_port()
-        self.processes: list[BaseProcess] = [
-            _context.Process(target=_run_rank, args=(rank, ranks, port, given, disturb, self.directory), daemon=True)
-            for rank in range(ranks)
-        ]
-        for process in self.processes:
-            process.start()
+        self.processes = start_ranks(ranks, self.directory, _run, (given, disturb))
         with listener:
             if listener not in wait([listener, *(process.sentinel for process in self.processes)], PATIENCE_S):
                 raise CellEnded(self._await_end(), self.log())
@@ -103,7 +88,7 @@ class RunningCell:
         return outcome
 
     def log(self) -> str:
-        return "\n".join(path.read_text()[-20_000:] for path in sorted(self.directory.glob("rank*.log")))
+        return logs_of(self.directory)
 
     def stop(self) -> list[int]:
         """As `cellgate serve` stops a cell; the ranks' exit statuses."""
@@ -160,22 +145,9 @@ def running_cell(*arguments: object, **options: object) -> Iterator[RunningCell]
         cell.close()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _run_rank(rank: int, world: int, port: int, options: list[str], disturb: Disturb | None, directory: Path) -> None:
-    die_with_parent()
-    log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
-    if rank != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _run(options: list[str], disturb: Disturb | None) -> None:
     from trainer_cell.assembly import run_cell
 
     if disturb is not None:
-        disturb(rank)
+        disturb(int(os.environ["RANK"]))
     run_cell(CliApp.run(CellSettings, cli_args=options))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.service.forgery import forge
 from tests.service.state import State
 from tests.trainer_cell import odd_base
 from tests.trainer_cell.client import Client
 from tests.trainer_cell.running_cell import RunningCell, running_cell
 from tests.trainer_cell.training.arithmetic import Tensors, batches, largest_difference
 from trainer_cell.protocol.commands import AdapterSpec
+from trainer_cell.protocol.errors import ErrorKind
+from trainer_cell.protocol.outcomes import Failed
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 
 pytestmark = pytest.mark.cell
@@ -145,3 +149,45 @@ def test_the_same_seed_is_the_same_adapter_under_every_layout(tmp_path: Path) ->
     assert all(other == fresh["one"] for other in fresh.values())
     num_parameters, tensors = fresh["one"]
     assert 4 * num_parameters == sum(len(data) for key, data in tensors.items() if key.endswith("/weight"))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_tensor_that_is_missing_or_of_another_shape_is_found_whichever_rank_it_is_for(
+    tmp_path: Path, layout: str
+) -> None:
+    base, root = odd_base.write(tmp_path / "base"), tmp_path / "checkpoints"
+    ranks, tp, pp = LAYOUTS[layout]
+    with running_cell(base, root) as cell:
+        saved = train_and_save(cell, root, "one", SPECS["everything"])
+    uri = "tinker://one:train:0/weights/saved"
+    with running_cell(base, root, ranks=ranks, tp=tp, pp=pp) as cell:
+        model = Client(cell, "loading:train:0", SPECS["everything"])
+        model.create(seed=1)
+        before = model.save(root, "before")
+        for number, key in enumerate(EVERY_STAGE):
+            for how in ("missing", "short"):
+                forged = forge(root, uri, f"{how}-{number}", partial(without, key, how))
+                version = Vault(root).resolve(CheckpointAddress.parse(forged))
+                assert version is not None
+                failed = cell.execute(model.load_command(version))
+                assert isinstance(failed, Failed)
+                assert failed.kind is ErrorKind.CHECKPOINT_CORRUPT
+                assert key in failed.message
+        assert model.save(root, "after").same_as(before)
+        model.load(saved.version)
+        assert cell.stop() == [0] * ranks
+
+
+# Of the first and of the last stage: one that tensor parallelism cuts, one that it does not, one of the optimizer.
+EVERY_STAGE = (
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight/weight",
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight/weight",
+    "base_model.model.lm_head.lora_B.weight/exp_avg",
+    "base_model.model.lm_head.lora_A.weight/weight",
+)
+
+
+def without(key: str, how: str, of: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    if of != key:
+        return tensor
+    return None if how == "missing" else tensor[:-1]

@@ -95,13 +95,9 @@ def _absolute(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) 
     return max((float((our - their).abs().max()) for our, their in pairs), default=0.0)
 
 
-def run_program(module: str, *arguments: object, ranks: int | None = None) -> None:
-    """A program of this package in processes of its own; with `ranks`, under torchrun. Its output is shown if it
-    fails."""
-    launch = [sys.executable, "-m"]
-    if ranks is not None:
-        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m"]
-    command = [*launch, f"tests.trainer_cell.training.programs.{module}", *map(str, arguments)]
+def run_program(module: str, *arguments: object) -> None:
+    """A program of this package in a process of its own. Its output is shown if it fails."""
+    command = [sys.executable, "-m", f"tests.trainer_cell.training.programs.{module}", *map(str, arguments)]
     environment: dict[str, Any] = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"

@@ -8,12 +8,16 @@ gradient by itself, so an element near rounding error goes either way.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.trainer_cell.forked_ranks import run_on_ranks
 from tests.trainer_cell.training.arithmetic import Record, compare, largest_difference, run_program
+from tests.trainer_cell.training.programs import train
 from trainer_cell.training.base_models import default_cache, prepare
 
 SMALL_MODELS = ("tiny", "tied", "odd-vocabulary", "llama3-rope", "qwen2", "qwen3")
@@ -48,7 +52,7 @@ SMOLLM2_LIMITS = {
     "exp_avg": 1e-3,
 }
 
-pytestmark = pytest.mark.cell
+pytestmark = [pytest.mark.cell, pytest.mark.timeout(600)]
 
 
 def load(directory: Path, world: int, job: str) -> tuple[dict[str, Record], Record]:
@@ -59,14 +63,24 @@ def load(directory: Path, world: int, job: str) -> tuple[dict[str, Record], Reco
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the records of all small models, in all layouts."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with peft's records of all small models."""
     directory = tmp_path_factory.mktemp("arithmetic")
     (directory / "tiny").symlink_to(prepare("tiny", tmp_path_factory.mktemp("cache")))
     run_program("reference", directory, *SMALL_MODELS)
-    for world, jobs in JOBS.items():
-        run_program("train", directory, *jobs, ranks=world)
     return directory
+
+
+@pytest.fixture(scope="module")
+def compared(references: Path) -> Callable[[int], Path]:
+    """From a number of ranks to the directory that then holds their records too."""
+
+    @functools.cache
+    def with_records(world: int) -> Path:
+        run_on_ranks(world, train.main, references, JOBS[world])
+        return references
+
+    return with_records
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +88,8 @@ def compared_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("smollm2")
     (directory / "smollm2").symlink_to(prepare("smollm2-135m", default_cache()))
     run_program("reference", directory, "smollm2")
-    run_program("train", directory, "smollm2:1x1", ranks=1)
-    run_program("train", directory, "smollm2:1x1", "smollm2:1x2", ranks=2)
+    run_on_ranks(1, train.main, directory, ["smollm2:1x1"])
+    run_on_ranks(2, train.main, directory, ["smollm2:1x1", "smollm2:1x2"])
     return directory
 
 
@@ -84,8 +98,8 @@ def beyond(limits: dict[str, float], deviations: dict[str, float]) -> dict[str, 
 
 
 @pytest.mark.parametrize(("world", "job"), ALL_JOBS)
-def test_three_steps_match_peft_and_adamw(compared: Path, world: int, job: str) -> None:
-    ours, theirs = load(compared, world, job)
+def test_three_steps_match_peft_and_adamw(compared: Callable[[int], Path], world: int, job: str) -> None:
+    ours, theirs = load(compared(world), world, job)
     assert bool(ours["sum"].base_logits) == job.endswith("x1")
     assert not beyond(SMALL_LIMITS, compare(ours["sum"], theirs))
 
@@ -96,8 +110,8 @@ def test_one_step_of_smollm2_matches_peft_and_adamw(compared_smollm2: Path, worl
     assert not beyond(SMOLLM2_LIMITS, compare(ours["sum"], theirs))
 
 
-def test_averaging_over_ranks_would_be_seen(compared: Path) -> None:
-    ours, theirs = load(compared, 2, "tiny:1x1")
+def test_averaging_over_ranks_would_be_seen(compared: Callable[[int], Path]) -> None:
+    ours, theirs = load(compared(2), 2, "tiny:1x1")
     seen = beyond(SMALL_LIMITS, compare(ours["mean"], theirs))
     assert seen.keys() == {"grad_norm", "first_gradients"}  # clipping hides the factor from what follows
     assert seen["first_gradients"] > 0.4
@@ -106,8 +120,10 @@ def test_averaging_over_ranks_would_be_seen(compared: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "job"), [one for one in ALL_JOBS if one[1].startswith(("tiny", "odd-vocabulary", "qwen3"))]
 )
-def test_norm_clipping_and_adamw_from_given_gradients_match_torch(compared: Path, world: int, job: str) -> None:
-    ours, theirs = load(compared, world, job)
+def test_norm_clipping_and_adamw_from_given_gradients_match_torch(
+    compared: Callable[[int], Path], world: int, job: str
+) -> None:
+    ours, theirs = load(compared(world), world, job)
     for our, their in zip(ours["given"].steps, theirs.steps, strict=True):
         assert our.grad_norm == pytest.approx(their.grad_norm, rel=1e-6)
         assert largest_difference(our.exp_avg, their.exp_avg) < 1e-6
@@ -115,7 +131,7 @@ def test_norm_clipping_and_adamw_from_given_gradients_match_torch(compared: Path
         assert max(float((our.weights[n] - value).abs().max()) for n, value in their.weights.items()) < 1e-7
 
 
-def test_two_ranks_say_the_same_as_one(compared: Path) -> None:
-    one, _ = load(compared, 1, "tiny:1x1")
-    two, _ = load(compared, 2, "tiny:1x1")
+def test_two_ranks_say_the_same_as_one(compared: Callable[[int], Path]) -> None:
+    one, _ = load(compared(1), 1, "tiny:1x1")
+    two, _ = load(compared(2), 2, "tiny:1x1")
     assert not beyond(SMALL_LIMITS, compare(two["sum"], one["sum"]))

@@ -14,8 +14,10 @@ import torch
 
 from tests.trainer_cell import odd_base
 from tests.trainer_cell.client import Client
+from tests.trainer_cell.forked_ranks import run_on_ranks
 from tests.trainer_cell.running_cell import RunningCell, running_cell
 from tests.trainer_cell.training.arithmetic import Datum, batches
+from tests.trainer_cell.training.programs import copies
 from trainer_cell.protocol.commands import AdapterSpec
 from trainer_cell.protocol.errors import ErrorKind
 from trainer_cell.protocol.outcomes import Failed, ForwardBackwardDone, OptimStepDone
@@ -46,12 +48,22 @@ def one(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
         yield cell
 
 
-@pytest.mark.parametrize(("ranks", "tp", "pp"), [(2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "tp", "pp", "options"),
+    [
+        (2, 2, 1, ()),
+        (2, 1, 2, ()),
+        (4, 1, 2, ()),
+        (4, 2, 2, ()),
+        (2, 2, 1, ("--recompute",)),
+        (2, 1, 2, ("--recompute",)),
+    ],
+)
 def test_every_corner_is_as_on_one_rank(
-    base: Path, one: RunningCell, tmp_path: Path, ranks: int, tp: int, pp: int
+    base: Path, one: RunningCell, tmp_path: Path, ranks: int, tp: int, pp: int, options: tuple[str, ...]
 ) -> None:
-    with running_cell(base, tmp_path, ranks=ranks, tp=tp, pp=pp) as cell:
-        ours, theirs = (Client(each, f"model-{ranks}-{tp}:train:0", SPEC) for each in (cell, one))
+    with running_cell(base, tmp_path, *options, ranks=ranks, tp=tp, pp=pp) as cell:
+        ours, theirs = (Client(each, f"model-{ranks}-{tp}-{len(options)}:train:0", SPEC) for each in (cell, one))
         for model in (ours, theirs):
             model.create(seed=1)
             model.train(WARM_UP)
@@ -104,3 +116,14 @@ def skips_what_overflows(model: Client, root: Path) -> None:
 
 def float32(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.float32)
+
+
+# Three data-parallel ranks: of two, a sum has one order only.
+def test_copies_of_a_weight_stay_the_same_bits_when_many_ranks_are_summed(base: Path) -> None:
+    run_on_ranks(6, copies.main, base, 2)
+
+
+@pytest.mark.full
+def test_sums_left_as_they_come_would_drift_apart(base: Path) -> None:
+    with pytest.raises(AssertionError, match=r"the copies of .* differ"):
+        run_on_ranks(6, copies.each_to_its_own, base, 2)

@@ -1,4 +1,4 @@
-"""`torchrun … -m …train DIRECTORY MODEL:TPxPP…`: the cell's side of the comparison, a layout at a time.
+"""The cell's side of the comparison, a layout at a time: `main(DIRECTORY, [MODEL:TPxPP…])` on every rank.
 
 Reads DIRECTORY/MODEL and DIRECTORY/MODEL.initial.pt; rank 0 writes DIRECTORY/MODEL.WORLD.TPxPP.pt: the record and, of
 some, the record of one that is given the reference's gradients, and of a run whose ranks average (what must not be
@@ -8,7 +8,6 @@ taken for right).
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -123,7 +122,3 @@ def main(directory: Path, jobs: list[str]) -> None:
         parallel_state.destroy_model_parallel()
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,11 +1,7 @@
-"""`torchrun --nproc-per-node 2 -m …two_ranks DIRECTORY`: the corners of data parallelism.
-
-A broken promise is an AssertionError and a failing exit status.
-"""
+"""The corners of data parallelism: `main(DIRECTORY)` on two ranks. A broken promise is an AssertionError."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,13 +111,13 @@ def the_same_commands_give_the_same_bits(base: Base, ranks: Ranks) -> None:
     assert everywhere(ranks, new_slot(base, ranks)) == everywhere(ranks, new_slot(base, ranks))
 
 
-if __name__ == "__main__":
+def main(directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     two = Layout(world=2, tensor=1, pipeline=1, data=2)
     start_parallel(two)
     both = Ranks()
-    cell = build_base(Path(sys.argv[1]), two, torch.device("cpu"), torch.float32)
+    cell = build_base(directory, two, torch.device("cpu"), torch.float32)
     a_rank_without_sequences(cell, both)
     answers_come_in_the_order_of_the_data(cell, both)
     bad_data_is_refused_on_both_and_changes_nothing(cell, both)
