@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import warnings
 
-from trainer_cell.settings import CellSettings
-from trainer_cell.watchdog import die_with_parent
+from trainer_cell.watchdog import AGENT_PID, die_with_parent
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent(int(os.environ.get(AGENT_PID, "0")))
     rank = int(os.environ["RANK"])
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s"
@@ -21,13 +19,11 @@ def main() -> None:
     # What megatron-core has to say of kernels that are not installed is no news here.
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")
-    if rank != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they leave when rank 0 tells them to
+    # Imports wait: torch takes seconds, in which the parent may die, and bad options are told before.
+    from trainer_cell.settings import CellSettings
+
     settings = CellSettings()  # type: ignore[call-arg]  # from the command line
-    from trainer_cell.assembly import (
-        CannotStart,
-        run_cell,
-    )  # torch takes seconds to import: bad options are told before
+    from trainer_cell.assembly import CannotStart, run_cell
 
     try:
         run_cell(settings)

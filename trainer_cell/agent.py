@@ -5,14 +5,18 @@ torchrun itself stops its ranks on SIGTERM, and then ends with a traceback.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 
+from trainer_cell.watchdog import AGENT_PID
+
 
 def run() -> None:
     """The options are torchrun's own."""
+    os.environ[AGENT_PID] = str(os.getpid())
     try:
         main()
     except SignalException:

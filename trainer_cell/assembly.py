@@ -62,6 +62,7 @@ def run_cell(settings: CellSettings) -> None:
     ranks = Ranks()
     cell, epoch = _build(settings, layout, choices, ranks)
     if not ranks.is_first:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it leaves when rank 0 tells it to
         serve(cell, None)
     else:
         link = GatewayLink(settings.gateway_socket, lambda: _hello(settings, choices, cell, epoch))

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
+# Its agent tells a rank whose child it is: a rank that starts after the agent's death has another parent already.
+AGENT_PID = "CELLGATE_CELL_AGENT_PID"
 
 
 @contextmanager
@@ -25,9 +27,12 @@ def deadline(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, so that no rank outlives its agent."""
-    parent = os.getppid()
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies, so that no rank outlives its agent.
+
+    parent: whose child this process must be, as far as somebody has told.
+    """
+    parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # it died before the call, or before this process was up
         os._exit(1)

@@ -130,8 +130,16 @@ class Catalog:
         except CheckpointUnreadable:
             if not self._is_owner_by_evidence(tenant, address.model_id, default=False):
                 raise _unknown(address) from None
+        except UnknownCheckpoint:
+            # What an earlier delete had to leave, since it was being read or the gateway died in it, goes now.
+            if self._is_owner_by_evidence(tenant, address.model_id, default=False) and self._is_absent(address):
+                delete_checkpoint(self.vault, address)
+            raise
         if not delete_checkpoint(self.vault, address):
             raise _unknown(address)
+
+    def _is_absent(self, address: CheckpointAddress) -> bool:
+        return self.vault.resolve(address) is None
 
     def _is_owner_by_evidence(self, tenant: str, model_id: str, default: bool) -> bool:
         """Whose a checkpoint without a readable manifest is: its model's, or that of its readable siblings.

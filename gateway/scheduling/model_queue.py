@@ -75,7 +75,14 @@ class ModelQueue:
         while (following := self._early.pop(self.contiguous + 1, None)) is not None:
             self.contiguous += 1
             self.ready.append(following)
+        if self.model.is_over:
+            self.release_early()
         self._forget_old()
+
+    def release_early(self) -> None:
+        """Let those that wait for a missing number go on: of a model that is over the number will never come."""
+        for seq_id in sorted(self._early):
+            self.ready.append(self._early.pop(seq_id))
 
     def _forget_old(self) -> None:
         while len(self._numbers) > REMEMBERED + self.model.pending:

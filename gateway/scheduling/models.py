@@ -37,3 +37,8 @@ class Model:
     pending: int = 0
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
     last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further command of this model will ever run."""
+        return self.state in ("failed", "unloaded")

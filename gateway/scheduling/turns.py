@@ -139,6 +139,8 @@ class Turns:
                 queue.window.note_failure(future)
         elif future.operation == "unload":
             model.state, model.trouble = "unloaded", None
+        if model.is_over:
+            queue.release_early()
         model.pending -= 1
         self._backlog.leave(model.tenant, future.payload_bytes)
         self._futures.finish(future, answer)

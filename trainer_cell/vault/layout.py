@@ -10,6 +10,7 @@ closed alphabet before it becomes part of a path.
 
 from __future__ import annotations
 
+import errno
 import re
 import stat
 from collections.abc import Iterator
@@ -134,15 +135,22 @@ class Vault:
         self._durable: set[Path] = set()
 
     def create(self) -> None:
-        """Make the root if it is missing and try out everything a publish does; raises `VaultUnusable`."""
+        """Make the root if it is missing and try out everything a publish does; raises `VaultUnusable`.
+
+        A full disk is a reason only for a root that is new: one that holds checkpoints serves them, and lets its
+        tenants delete some, while saves fail.
+        """
+        is_new = not self.staging_root.exists()
         try:
             missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
             self.make_durable(*reversed(missing), self.staging_root)
             free = self.disk.free_bytes(self.root)
             self._rehearse()
         except (StorageFailed, OSError) as error:
+            if not is_new and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return
             raise VaultUnusable(self.root, str(error)) from error
-        if free < _LEAST_FREE_BYTES:
+        if is_new and free < _LEAST_FREE_BYTES:
             raise VaultUnusable(self.root, f"{free} bytes are free, at least {_LEAST_FREE_BYTES} are needed")
 
     def _rehearse(self) -> None:

@@ -114,3 +114,19 @@ async def test_strays_and_a_version_deleted_by_hand_harm_nothing(tmp_path: Path)
     for name in ("9", "file", "dangling"):
         with pytest.raises((CheckpointUnreadable, UnknownCheckpoint)):
             await books.find("alice", path_of(hers, name))
+
+
+async def test_what_a_delete_left_because_it_was_being_read_goes_with_the_next_one(tmp_path: Path) -> None:
+    vault, hers, _ = await saved_by_two(tmp_path)
+    books = catalog(vault)
+    entry = await books.find("alice", path_of(hers, "9"))
+    lease = vault.lease(entry.version)
+    assert lease is not None
+    with lease:
+        await books.delete("alice", entry.uri)
+        assert vault.version_dir(entry.version).exists()
+    for tenant in ("bob", "alice"):
+        assert vault.version_dir(entry.version).exists()
+        with pytest.raises(UnknownCheckpoint):
+            await books.delete(tenant, entry.uri)
+    assert not vault.version_dir(entry.version).exists()

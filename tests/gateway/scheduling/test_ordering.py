@@ -11,7 +11,7 @@ from gateway.scheduling.errors import (
     InvalidRequest,
     SequenceConflict,
 )
-from gateway.scheduling.requests import ForwardBackwardRequest, Request
+from gateway.scheduling.requests import ForwardBackwardRequest, Request, UnloadRequest
 from tests.gateway.scheduling.rig import (
     create,
     failed,
@@ -205,3 +205,18 @@ async def test_models_made_by_plain_rest_are_told_apart_by_their_keys(tmp_path: 
             gateway.scheduler.submit_create_plain("alice", create(rank=8), "k")
         assert gateway.scheduler.submit_create_plain("bob", create(rank=8), "k").model_id != first.model_id
         await succeeded(third)
+
+
+async def test_what_waits_for_a_number_that_can_never_come_is_answered_when_the_model_ends(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, _):
+        model = await gateway.model()
+        early = gateway.scheduler.submit("alice", model, 5, optim_step())
+        await succeeded(gateway.scheduler.submit("alice", model, None, UnloadRequest()))
+        await failed(early)
+        never = gateway.scheduler.submit_create("alice", gateway.session(), 0, create(base_model="nobody/nothing"))
+        before = gateway.scheduler.submit("alice", never.model_id, 3, optim_step())
+        await failed(never)
+        after = gateway.scheduler.submit("alice", never.model_id, 7, optim_step())
+        for future in (before, after):
+            await failed(future)
+        assert gateway.scheduler.model("alice", never.model_id).pending == 0

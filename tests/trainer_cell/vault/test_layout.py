@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer_cell.vault.checkpoints import ADDRESS, new_vault, save
-from trainer_cell.vault.errors import CheckpointDamaged, VaultLocked, VaultUnusable
+from trainer_cell.vault.disk import Disk
+from trainer_cell.vault.errors import CheckpointDamaged, StorageFailed, VaultLocked, VaultUnusable
 from trainer_cell.vault.layout import (
     CheckpointAddress,
     InvalidAddress,
@@ -141,3 +143,20 @@ def test_the_root_has_one_holder_at_a_time(tmp_path: Path) -> None:
     with vault.lock(), pytest.raises(VaultLocked):
         Vault(tmp_path).lock()
     Vault(tmp_path).lock().release()
+
+
+class FullDisk(Disk):
+    """No room for a single block."""
+
+    def allocate(self, descriptor: int, path: Path, size: int) -> None:
+        raise StorageFailed("allocate", path, errno.ENOSPC)
+
+    def free_bytes(self, path: Path) -> int:
+        return 0
+
+
+def test_a_full_disk_refuses_a_new_root_but_not_one_that_holds_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(VaultUnusable, match="ENOSPC"):
+        Vault(tmp_path / "new", FullDisk()).create()
+    new_vault(tmp_path / "old")
+    Vault(tmp_path / "old", FullDisk()).create()
