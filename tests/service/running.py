@@ -146,7 +146,8 @@ class RunningService:
     def end_clients(self) -> None:
         """As if their programs had died: no more heartbeats, and nothing said to the service."""
         for client in self._clients:
-            client.holder.run_coroutine_threadsafe(client._close_holders()).result(timeout=30)
+            if not client._closed:
+                client.holder.run_coroutine_threadsafe(client._close_holders()).result(timeout=30)
         self._clients.clear()
 
 

@@ -150,7 +150,8 @@ def test_tensors_deliberately_ignored_are_not_read(tmp_path: Path) -> None:
 def test_a_checkpoint_without_tensors_and_a_model_without_are_told_apart(tmp_path: Path) -> None:
     directory, manifest = saved(tmp_path)
     with pytest.raises(TensorsDisagree, match="the model has none"):
-        read_tensors(directory, manifest, {}, WHOLE)
+        read_tensors(directory, manifest, {})
+    assert read_tensors(directory, manifest, {}, WHOLE) == {}  # a rank may hold no part of a model that has some
     with pytest.raises(CheckpointDamaged, match="the checkpoint holds none"):
         read_tensors(directory, msgspec.structs.replace(manifest, tensors={}), {})
 
