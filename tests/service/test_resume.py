@@ -6,6 +6,7 @@ import pytest
 import tinker
 
 from tests.service.conftest import Serve
+from tests.service.forgery import forge
 from tests.service.rest import Rest
 from tests.service.running import RunningService
 from tests.service.state import State, read_state
@@ -105,6 +106,18 @@ def test_a_step_with_lr_0_after_a_load_leaves_the_weights_bit_identical(
     still = tinker.AdamParams(learning_rate=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
     other.optim_step(still).result()
     assert save(bf16, other, "still").part("weight") == read_state(bf16.checkpoints, saved).part("weight")
+
+
+def test_masters_that_are_not_the_weights_own_show_at_a_step_with_lr_0(bf16: RunningService) -> None:
+    """The control of the test above: a load that left stale masters would be seen."""
+    trained = new_model(bf16)
+    train(trained, range(1))
+    saved = trained.save_state("own").result().path
+    stale = forge(bf16.checkpoints, saved, "stale", lambda key, t: t + 0.5 if key.endswith("/master") else t)
+    loaded = bf16.client().create_training_client_from_state_with_optimizer(stale).result()
+    loaded.forward_backward(batch(0), "cross_entropy").result()
+    loaded.optim_step(tinker.AdamParams(learning_rate=0.0, weight_decay=0.0)).result()
+    assert save(bf16, loaded, "moved").part("weight") != read_state(bf16.checkpoints, saved).part("weight")
 
 
 def test_loading_one_model_leaves_another_bit_identical(bf16: RunningService) -> None:
