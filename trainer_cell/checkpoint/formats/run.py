@@ -60,7 +60,7 @@ class Imported:
 
 
 def run_import(job: ImportJob) -> Imported:
-    """Raises `FormatRefused`, `VaultError`, `BaseUnavailable`, `DamagedBase`, `UnsupportedBase`; then nothing is left."""
+    """Raises `FormatRefused`, `VaultError`, `BaseUnavailable`, `DamagedBase`, `UnsupportedBase`, and leaves nothing."""
     vault = Vault(job.root)
     vault.create()
     check_name(vault, job.address, job.overwrite)

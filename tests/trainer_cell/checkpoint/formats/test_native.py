@@ -403,7 +403,7 @@ def test_a_config_of_another_rank_or_alpha_is_refused(
     job_of_four: Path, root: Path, tiny: Path, tmp_path: Path
 ) -> None:
     directory = copied(job_of_four, tmp_path / "job")
-    with pytest.raises(Incompatible, match="lora_alpha is 8.0, --alpha says 16"):
+    with pytest.raises(Incompatible, match=r"lora_alpha is 8\.0, --alpha says 16"):
         import_job(directory, root, tiny, alpha=16.0)
     (directory / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 8}')
     with pytest.raises(Incompatible, match="r is 8, the tensors' rank is 4"):
