@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 from pydantic_settings import CliApp, CliPositionalArg, CliSubCommand, CliToggleFlag
 
+from gateway.format_commands import ExportCheckpoint
 from gateway.settings import StateSettings
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import CheckpointAddress, Vault
@@ -73,6 +74,7 @@ class CheckpointCommands(BaseModel):
 
     list: CliSubCommand[ListCheckpoints] = Field(description="the published checkpoints, newest first")
     verify: CliSubCommand[VerifyCheckpoints] = Field(description="whether checkpoints are whole")
+    export: CliSubCommand[ExportCheckpoint] = Field(description="write one in another format")
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

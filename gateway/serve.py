@@ -68,6 +68,9 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
     gateway = [python, "-m", "gateway", "--state", str(settings.state), "--checkpoints", str(settings.checkpoint_root)]
     gateway += ["--gateway-socket", str(gateway_socket), "--host", settings.host, "--port", str(port_of(listener))]
     gateway += ["--max-body-mb", str(settings.max_body_mb), "--stop-grace-s", str(settings.stop_grace_s / 2)]
+    if settings.import_dir:
+        gateway += ["--base-model", settings.base_model, "--cache", str(settings.cache)]
+        gateway += [option for directory in settings.import_dir for option in ("--import-dir", str(directory))]
     gateway += ["--listen-fd", str(listener.fileno())]
     return Plan(
         gateway=gateway,

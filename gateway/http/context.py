@@ -10,15 +10,17 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from gateway.http.limits import Limits
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
 
 
 @dataclass
 class Gateway:
-    """stopping: set when the gateway begins to go down, which ends every wait."""
+    """imports: None where none are allowed. stopping: set when the gateway begins to go down, which ends every wait."""
 
     scheduler: Scheduler
     limits: Limits
+    imports: Imports | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

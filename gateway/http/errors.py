@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.scheduling.errors import (
     CheckpointUnreadable,
+    ImportNotAllowed,
     InvalidRequest,
     NotFound,
     QueueFull,
@@ -57,6 +58,7 @@ class _Answer(NamedTuple):
 
 _ANSWERS: dict[type[Refused], _Answer] = {
     Unauthorized: _Answer(401, "unauthorized"),
+    ImportNotAllowed: _Answer(403, "import_not_allowed"),
     NotFound: _Answer(404, "not_found"),
     BodyTooLarge: _Answer(413, "body_too_large"),
     UnsupportedBody: _Answer(415, "unsupported_body"),

@@ -18,6 +18,7 @@ from gateway.scheduling.requests import (
     CreateFromCheckpointRequest,
     CreateRequest,
     ForwardBackwardRequest,
+    ImportRequest,
     LoadRequest,
     OptimStepRequest,
     RejectedRequest,
@@ -86,7 +87,7 @@ class Dispatcher:
                 return await self._save(future, future.request, hello)
             case UnloadRequest():
                 return await self._unload(model)
-            case RejectedRequest():
+            case RejectedRequest() | ImportRequest():
                 raise AssertionError("answered without the cell")
 
     async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:

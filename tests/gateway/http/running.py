@@ -17,6 +17,7 @@ from gateway.http.limits import Limits
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
 from tests.fakes.fake_cell import FakeCell
 from tests.gateway.http.listening import Listening, listening
@@ -119,14 +120,18 @@ class RunningGateway:
 
 @contextmanager
 def running_gateway(
-    directory: Path, limits: Limits = QUICK, cell: bool = True, port: int = 0
+    directory: Path,
+    limits: Limits = QUICK,
+    cell: bool = True,
+    port: int = 0,
+    imports: Callable[[Scheduler], Imports] | None = None,
 ) -> Iterator[RunningGateway]:
-    """With a cell attached, unless told otherwise."""
+    """With a cell attached, unless told otherwise, and without imports."""
     vault = Vault(directory / "checkpoints")
     vault.create()
     socket_path = directory / "run" / "cell.sock"
     scheduler = Scheduler(CellLink(socket_path), Catalog(vault, tenant_digester(b"secret")))
-    app = create_app(scheduler, KEYS, limits)
+    app = create_app(scheduler, KEYS, limits, imports(scheduler) if imports else None)
     with listening(app, lambda config: Server(config, app), port) as where:
         running = RunningGateway(app, scheduler, where, socket_path, vault.root)
         try:

@@ -16,6 +16,7 @@ all of `linear_qkv` or `linear_fc1` the weights map onto such pairs exactly, and
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ from trainer_cell.checkpoint.formats.megatron_names import megatron_name, parse_
 from trainer_cell.checkpoint.formats.native import refuse_fused
 from trainer_cell.checkpoint.formats.source import Source
 from trainer_cell.checkpoint.formats.stored import Stored
-from trainer_cell.protocol.commands import AdamParams
+from trainer_cell.protocol.commands import AdamParams, AdapterSpec
 from trainer_cell.training.adapter_names import kind_of
 from trainer_cell.training.model_shape import ModelShape
 from trainer_cell.vault.manifest import Manifest
@@ -57,29 +58,37 @@ def read_torch_dist(
     source: Source, shape: ModelShape, base_digest: str, alpha: float | None, with_optimizer: bool
 ) -> Foreign:
     """Raises `FormatRefused`, naming the file or tensor."""
-    meta, features = source.read_json(META), features_of(shape)
+    meta = source.read_json(META)
     if meta.get("base_digest") not in (None, base_digest):
         raise Incompatible(f"{META}: base_digest is {meta['base_digest']}, the base model's is {base_digest}")
     tensors, common = read_dist(source)
-    by_part: dict[str, Tensors] = {}
-    for key, tensor in tensors.items():
-        part, name = _part_of(key)
-        by_part.setdefault(part, {})[name] = tensor
-    if "weight" not in by_part:
-        raise SourceDamaged("missing tensors: there is no adapter in here")
-    weights = by_part.pop("weight")
-    rank = rank_of(parse_all(weights), weights)
+    return adapter_of(meta, tensors, common, shape, alpha, with_optimizer)
+
+
+def adapter_of(
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    common: Mapping[str, Any],
+    shape: ModelShape,
+    alpha: float | None,
+    with_optimizer: bool,
+) -> Foreign:
+    """What a checkpoint's whole tensors, by key, and its common state are; raises as `read_torch_dist` does."""
+    features, by_part = features_of(shape), _by_part(tensors)
+    weights = by_part.pop("weight", {})
+    places = parse_all(weights)
+    rank = rank_of(places, weights)
     parts = {"weight": _whole(weights, shape, features, rank)}
     counters, remarks = _counters(meta, common), []
     if meta.get("has_optimizer") and not by_part:
         raise SourceDamaged(f"missing tensors: {META} tells of an optimizer's state, and there is none")
     if with_optimizer and by_part:
-        refuse_fused(parse_all(weights))
-        if "exp_avg" not in by_part or "exp_avg_sq" not in by_part:
+        refuse_fused(places)
+        if not {"exp_avg", "exp_avg_sq"} <= by_part.keys():
             raise SourceDamaged("missing tensors: the optimizer's state holds not both of Adam's moments")
         parts |= {part: _whole(of_part, shape, features, rank) for part, of_part in by_part.items()}
     else:
-        counters = Counters(0, counters.iteration, counters.adam_params, counters.scheduler)
+        counters = dataclasses.replace(counters, step=0)
         if with_optimizer:
             remarks.append("there is no optimizer state here: the checkpoint holds the weights alone")
     kinds = {kind_of(name.removesuffix(".lora_A.weight")) for name in parts["weight"] if ".lora_A." in name}
@@ -90,7 +99,15 @@ def read_torch_dist(
     return assembled(spec, features, parts, counters, remarks)
 
 
-def _told_by_spec(spec: Any) -> dict[str, Any]:
+def _by_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+    by_part: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        part, name = _part_of(key)
+        by_part.setdefault(part, {})[name] = tensor
+    return by_part
+
+
+def _told_by_spec(spec: AdapterSpec) -> dict[str, Any]:
     return {
         "lora_rank": spec.rank,
         "train_attn": spec.train_attn,
