@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from trainer_cell.checkpoint.formats.errors import NotExportable, SourceDamaged, UnsafePickle, told
 from trainer_cell.checkpoint.formats.source import Source
@@ -32,6 +34,11 @@ _BACKEND = "metadata.json"
 _COMMON = "common.pt"
 # Since megatron-core 0.19 the common state is an object among the tensors.
 _COMMON_OBJECT = "common_state/"
+# What reading a checkpoint with something wrong in it was seen to raise, or may.
+_ANY_ERROR = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, AssertionError, OSError),
+    pickle.UnpicklingError,
+)
 
 
 @contextmanager
@@ -60,7 +67,7 @@ def read_dist(source: Source) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             # Of torch's distributed checkpoints; no `Exception`, for whatever reason.
             except (CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
                 raise SourceDamaged(f"megatron-core cannot read it: {_cause_of(error)}") from error
-            except (RuntimeError, ValueError, KeyError, EOFError, AssertionError, OSError) as error:
+            except _ANY_ERROR as error:
                 raise SourceDamaged(f"megatron-core cannot read it: {type(error).__name__}: {error}") from error
     missing = sorted(keys - tensors.keys())
     if missing:
@@ -72,20 +79,22 @@ def _copy_checked(source: Source, copy: Path) -> set[str]:
     """The keys of the tensors that the metadata tells of."""
     source.file(_BACKEND)
     raw, metadata = source.read_metadata(METADATA)
-    entries = getattr(metadata, "state_dict_metadata", None)
-    if not isinstance(entries, dict):
-        raise SourceDamaged(f"{METADATA}: tells of no tensors")
-    for name in source.names:
-        if name not in (METADATA, "META.json") and (name in (_BACKEND, _COMMON) or name.endswith(".distcp")):
-            shutil.copyfile(source.file(name), copy / name)
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise SourceDamaged(f"{METADATA}: is no metadata of a checkpoint")
+    shards = [name for name in source.names if name.endswith(".distcp")]
+    for name in (*shards, *({_BACKEND, _COMMON} & set(source.names))):
+        shutil.copyfile(source.file(name), copy / name)
     (copy / METADATA).write_bytes(raw)
     private = Source(copy, source.trust_pickle)
     if _COMMON in private.names:
         private.read_torch(_COMMON)
     for index, place in metadata.storage_data.items():
+        # A path that leads elsewhere would have others' files read.
+        if not isinstance(place, _StorageInfo) or place.relative_path not in shards:
+            raise SourceDamaged(f"{METADATA}: tells of data in a file that is not there")
         if str(index.fqn).startswith(_COMMON_OBJECT) and not source.trust_pickle:
-            _check_object(copy / Path(place.relative_path).name, place.offset, place.length)
-    return {key for key, entry in entries.items() if hasattr(entry, "chunks")}
+            _check_object(copy / place.relative_path, place.offset, place.length)
+    return {key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _check_object(file: Path, offset: int, length: int) -> None:

@@ -142,6 +142,17 @@ def trapped(file: Path) -> None:
         file.write_bytes(pickle.dumps(trap))
 
 
+def pointed_elsewhere(directory: Path) -> None:
+    """Its data are said to lie in a file of somebody else."""
+    elsewhere = directory.parent / "elsewhere.distcp"
+    first = sorted(directory.glob("*.distcp"))[0]
+    shutil.copy(first, elsewhere)
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    for index, place in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(place, relative_path=f"../{elsewhere.name}")
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 # What is done to an export, the error, and what it names; megatron-core is not asked.
 REFUSALS: dict[str, tuple[Callable[[Path], object], type[FormatRefused], str]] = {
     "no metadata": (lambda d: (d / ".metadata").unlink(), SourceDamaged, r"\.metadata: the file is missing"),
@@ -157,6 +168,12 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], type[FormatRefused], str]] =
         r"distcp: the file is empty",
     ),
     "no META.json": (lambda d: (d / "META.json").unlink(), SourceDamaged, r"META\.json: the file is missing"),
+    "a path that leads elsewhere": (pointed_elsewhere, SourceDamaged, "in a file that is not there"),
+    "a missing shard": (
+        lambda d: sorted(d.glob("*.distcp"))[0].unlink(),
+        SourceDamaged,
+        "in a file that is not there",
+    ),
     "another base": (lambda d: change_meta(d, base_digest="0" * 32), Incompatible, "base_digest"),
     "a trap in the metadata": (lambda d: trapped(d / ".metadata"), UnsafePickle, r"\.metadata"),
     "a trap in the common state": (lambda d: trapped(d / "common.pt"), UnsafePickle, r"common\.pt"),
@@ -230,7 +247,7 @@ def test_a_slot_with_pairs_for_several_projections_gives_its_weights_and_not_its
 ) -> None:
     tensors = stacked_slot(tiny)
     meta = {"lora_rank": 4, "lora_alpha": 8.0, "train_attn": True, "train_mlp": True, "train_unembed": True}
-    with pytest.raises(OptimizerDoesNotMap, match="one A serves q, k, v.*--weights-only"):
+    with pytest.raises(OptimizerDoesNotMap, match=r"one A serves q, k, v.*--weights-only"):
         adapter_of(meta, tensors, {}, shape, None, with_optimizer=True)
     weights_only = adapter_of(meta, tensors, {}, shape, None, with_optimizer=False)
     expected = random_state(tiny, shared=True).parts["weight"]
@@ -238,9 +255,9 @@ def test_a_slot_with_pairs_for_several_projections_gives_its_weights_and_not_its
     assert weights_only.parts["weight"].keys() == expected.keys()
     for name, tensor in weights_only.parts["weight"].items():
         assert torch.equal(tensor, expected[name]), name
+    deeper = dataclasses.replace(shape, num_layers=5)
     with pytest.raises(Incompatible, match="5 layers"):
-        narrow = read_shape(tiny)
-        adapter_of(meta, tensors, {}, dataclasses.replace(narrow, num_layers=5), None, with_optimizer=False)
+        adapter_of(meta, tensors, {}, deeper, None, with_optimizer=False)
 
 
 WRITE_SLOT = """
