@@ -292,7 +292,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Any], object] | None, type[FormatRefuse
     "an iteration that is none": ("training_state_rank*.pt", lambda s: s.update(iteration=-1), SourceDamaged, "-1"),
     "a scheduler with a tensor": (
         "training_state_rank*.pt",
-        lambda s: s.update(opt_param_scheduler={"max_lr": None}),
+        lambda s: s.update(opt_param_scheduler={"max_lr": torch.ones(2)}),
         Incompatible,
         "max_lr",
     ),
