@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from gateway.scheduling.admission import check_create
 from gateway.scheduling.catalog import Catalog
-from gateway.scheduling.cell_link import CellLink, CellLost
+from gateway.scheduling.cell_link import CellLink, CellLost, Flight
 from gateway.scheduling.futures import Future
 from gateway.scheduling.identity import new_command_id
 from gateway.scheduling.loadable import find_loadable
@@ -43,8 +43,27 @@ from trainer_cell.protocol.outcomes import (
     StateLoaded,
     Success,
 )
+from trainer_cell.vault.layout import Vault
 
 log = logging.getLogger(__name__)
+
+
+class Publishing:
+    """A captured save on its way to the disk."""
+
+    def __init__(self, vault: Vault, command: SaveState, hello: Hello, flight: Flight) -> None:
+        self._vault, self._command, self._hello, self._flight = vault, command, hello, flight
+
+    async def outcome(self) -> Success:
+        """Once it is published. Raises `CommandFailed`, or `CellLost` if the cell went and left no whole version."""
+        try:
+            return await self._flight.outcome()
+        except CellLost:
+            saved = await settle_save(self._vault, self._command, self._hello.epoch)
+            if saved is None:
+                raise
+            log.warning("the cell was lost while it saved %s, which is complete", saved.version)
+            return saved
 
 
 class Dispatcher:
@@ -82,12 +101,10 @@ class Dispatcher:
                 return await self._forward_backward(model, future.request)
             case OptimStepRequest():
                 return await self._optim_step(queue, future, future.request)
-            case SaveRequest():
-                return await self._save(future, future.request, hello)
             case UnloadRequest():
                 return await self._unload(model)
-            case RejectedRequest():
-                raise AssertionError("answered without the cell")
+            case SaveRequest() | RejectedRequest():
+                raise AssertionError("a save is captured, and a rejected request is answered without the cell")
 
     async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:
         check_create(request, hello)
@@ -149,11 +166,25 @@ class Dispatcher:
         queue.window.clear()
         return stepped
 
-    async def _save(self, future: Future, request: SaveRequest, hello: Hello) -> Success:
+    async def capture(self, future: Future, request: SaveRequest) -> Publishing:
+        """Have the model's state copied for a save; what follows in training does not reach it.
+
+        Raises `CommandFailed` or `CellLost`.
+        """
+        hello = self._link.hello
+        if hello is None:
+            raise CellLost("the trainer cell was lost before the command was sent")
         self._residency.touch(future.model_id)
+        command = self._save_command(future, request, hello)
+        flight = await self._link.capture(command, future.note_progress)
+        if flight.answer.done():
+            await flight.outcome()  # a failure before the capture is this call's
+        return Publishing(self._catalog.vault, command, hello, flight)
+
+    def _save_command(self, future: Future, request: SaveRequest, hello: Hello) -> SaveState:
         now = datetime.now(UTC)
         ttl_s = request.ttl_seconds
-        command = SaveState(
+        return SaveState(
             command_id=new_command_id(),
             model_id=future.model_id,
             name=request.name,
@@ -165,14 +196,6 @@ class Dispatcher:
             expires=_timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
             user_metadata=request.user_metadata,
         )
-        try:
-            return await self._link.execute(command, future.note_progress)
-        except CellLost:
-            saved = await settle_save(self._catalog.vault, command, hello.epoch)
-            if saved is None:
-                raise
-            log.warning("the cell was lost while it saved %s/%s, which is complete", future.model_id, request.name)
-            return saved
 
     async def _unload(self, model: Model) -> Success:
         command = FreeModel(new_command_id(), model.model_id)
