@@ -140,7 +140,7 @@ def _check_manifest(context: LoadContext, slot: Slot, manifest: Manifest) -> Non
         raise CommandFailed(ErrorKind.NON_FINITE_STATE, "the checkpoint holds NaN or infinite values")
 
 
-def _as_tensor(key: str, buffers: dict[str, bytearray], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _as_tensor(key: str, buffers: dict[str, memoryview], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     buffer = buffers[key]
     if len(buffer) != prod(shape) * ITEM_BYTES[dtype]:
         raise CommandFailed(

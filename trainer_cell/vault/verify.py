@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from trainer_cell.vault.cover import directory_problems, fits, index_problems
 from trainer_cell.vault.disk import LOCAL_DISK, Disk
-from trainer_cell.vault.errors import CheckpointDamaged, NotThere, TensorsDisagree, VaultError
-from trainer_cell.vault.manifest import ITEM_BYTES, FileRecord, Manifest, PieceRecord, TensorDType, read_manifest
+from trainer_cell.vault.errors import CheckpointDamaged, TensorsDisagree, VaultError
+from trainer_cell.vault.manifest import (
+    ITEM_BYTES,
+    FileRecord,
+    Manifest,
+    PieceRecord,
+    TensorDType,
+    TensorRecord,
+    read_manifest,
+)
 from trainer_cell.vault.region import Region, copy_overlap
+from trainer_cell.vault.shard_chunks import chunks_of, read_chunks
+from trainer_cell.vault.shard_layout import image_memory, whole_pages
 
 _MOST_PROBLEMS_TOLD = 20
 
@@ -63,7 +73,7 @@ def verify_version(version_dir: Path, deep: bool = True, disk: Disk = LOCAL_DISK
 def _shard_problems(path: Path, manifest: Manifest, disk: Disk) -> Iterator[str]:
     record = manifest.files[path.name]
     try:
-        _read_shard(path, record, [(0, record.size, None)], disk)
+        read_chunks(path, record, range(len(record.chunk_digests)), None, disk)
         if _read_header(path, record, disk) != _expected_header(path.name, manifest):
             yield f"file {path.name}: the safetensors header does not agree with the manifest"
     except VaultError as error:
@@ -108,43 +118,65 @@ def read_tensors(
     wanted: Mapping[str, Wanted],
     ignored: Collection[str] = (),
     disk: Disk = LOCAL_DISK,
-) -> dict[str, bytearray]:
-    """The wanted part of each tensor, C order over `Wanted.shape`, every byte read verified.
+    memory: Callable[[int], memoryview] = image_memory,
+) -> dict[str, memoryview]:
+    """The wanted part of each tensor, C order over `Wanted.shape`, aligned to its element, every byte read verified.
 
     The checkpoint's tensors must be exactly those of `wanted` and, where it has them, of `ignored`, which are not
-    read. Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or `StorageFailed`.
+    read. memory: gives what the shards are read to, of which the result is slices as far as may be.
+    Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or `StorageFailed`.
     """
     for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
         raise CheckpointDamaged(version_dir, problem)
     _check_wanted(version_dir, manifest, wanted, ignored)
-    buffers = {key: bytearray(_num_bytes(manifest, key, part.shape)) for key, part in wanted.items()}
-    targets: dict[str, list[tuple[int, int, memoryview | None]]] = defaultdict(list)
-    # Pieces that are not just what the reader holds are read aside, whole, for their digests need every byte.
-    aside: list[tuple[str, Region, memoryview]] = []
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for key, part in wanted.items():
         region = Region.cut(part.shape, part.axis, part.offset)
         for piece in manifest.tensors[key].pieces:
-            held = Region.cut(piece.shape, piece.axis, piece.offset)
-            if held == region:
-                memory = memoryview(buffers[key])
-            elif held.overlaps(region):
-                memory = memoryview(bytearray(piece.end - piece.begin))
-                aside.append((key, held, memory))
-            else:
-                continue
-            targets[piece.file].append((piece.begin, piece.end, memory))
-    for name, of_file in targets.items():
-        header = (0, min(piece.begin for piece, _, _ in _pieces_in(name, manifest)), None)
-        _read_shard(version_dir / name, manifest.files[name], [header, *of_file], disk)
-    for key, held, memory in aside:
-        part = wanted[key]
-        region = Region.cut(part.shape, part.axis, part.offset)
-        copy_overlap(memory, held, memoryview(buffers[key]), region, ITEM_BYTES[manifest.tensors[key].dtype])
-    return buffers
+            if _region(piece).overlaps(region):
+                # Whole, also for a part of it: the digests need every byte.
+                spans[piece.file].append((piece.begin, piece.end))
+    images = _images({name: manifest.files[name].size for name in spans}, memory)
+    starts = _starts(manifest)
+    for name, image in images.items():
+        record = manifest.files[name]
+        chunks = chunks_of([(0, starts[name]), *spans[name]], record.chunk_size)
+        read_chunks(version_dir / name, record, chunks, image, disk)
+    return {key: _part(manifest.tensors[key], part, images) for key, part in wanted.items()}
 
 
-def _num_bytes(manifest: Manifest, key: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * ITEM_BYTES[manifest.tensors[key].dtype]
+def _images(sizes: Mapping[str, int], memory: Callable[[int], memoryview]) -> dict[str, memoryview]:
+    """A place for each file in one piece of memory, each beginning at a page."""
+    ends = [0, *accumulate(whole_pages(size) for size in sizes.values())]
+    whole = memory(ends[-1])
+    return {name: whole[begin:end] for name, begin, end in zip(sizes, ends, ends[1:], strict=False)}
+
+
+def _starts(manifest: Manifest) -> dict[str, int]:
+    """Where in each file the tensors begin: so long is its header."""
+    starts: dict[str, int] = {}
+    for tensor in manifest.tensors.values():
+        for piece in tensor.pieces:
+            starts[piece.file] = min(piece.begin, starts.get(piece.file, piece.begin))
+    return starts
+
+
+def _region(piece: PieceRecord) -> Region:
+    return Region.cut(piece.shape, piece.axis, piece.offset)
+
+
+def _part(tensor: TensorRecord, part: Wanted, images: Mapping[str, memoryview]) -> memoryview:
+    """A slice of an image, if the part lies there just as it is wanted; else a copy."""
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    region = Region.cut(part.shape, part.axis, part.offset)
+    overlapping = [piece for piece in tensor.pieces if _region(piece).overlaps(region)]
+    stored = [images[piece.file][piece.begin : piece.end] for piece in overlapping]
+    if len(stored) == 1 and _region(overlapping[0]) == region and overlapping[0].begin % item_bytes == 0:
+        return stored[0]
+    copy = memoryview(bytearray(prod(part.shape) * item_bytes))
+    for piece, data in zip(overlapping, stored, strict=True):
+        copy_overlap(data, _region(piece), copy, region, item_bytes)
+    return copy
 
 
 def _check_wanted(
@@ -179,52 +211,3 @@ def _part_problems(manifest: Manifest, key: str, part: Wanted) -> Iterator[str]:
         and 0 <= part.offset <= stored.shape[part.axis] - part.shape[part.axis]
     ):
         yield f"of shape {list(stored.shape)} has no part {list(part.shape)} at {part.offset} on axis {part.axis}"
-
-
-def _read_shard(
-    path: Path, record: FileRecord, targets: Sequence[tuple[int, int, memoryview | None]], disk: Disk
-) -> None:
-    """Fill the targets (begin and end in the file, memory or None to verify only), reading whole chunks that each
-    match their digest. Chunks that hold nothing of a target are not read.
-
-    Raises `CheckpointDamaged` or `StorageFailed`.
-    """
-    spare = memoryview(bytearray(min(record.chunk_size, record.size)))
-    left = sorted((target for target in targets if target[0] < target[1]), key=lambda target: target[0])
-    try:
-        descriptor = disk.open_read(path)
-    except NotThere as error:
-        raise CheckpointDamaged(path, "is missing") from error
-    with disk.closing(descriptor, path):
-        for index, expected in enumerate(record.chunk_digests):
-            begin = index * record.chunk_size
-            end = min(begin + record.chunk_size, record.size)
-            while left and left[0][1] <= begin:
-                left.pop(0)
-            if not left or left[0][0] >= end:
-                continue
-            views = list(_views(left, begin, end, spare))
-            if disk.read(descriptor, path, views, begin) != end - begin:
-                raise CheckpointDamaged(path, "is truncated")
-            digest = xxhash.xxh3_128()
-            for view in views:
-                digest.update(view)
-            if digest.hexdigest() != expected:
-                raise CheckpointDamaged(path, f"bytes {begin} to {end} do not match their digest")
-
-
-def _views(
-    targets: Sequence[tuple[int, int, memoryview | None]], begin: int, end: int, spare: memoryview
-) -> Iterator[memoryview]:
-    """Memory for the bytes from `begin` to `end`, in order: the targets', and between them parts of `spare`."""
-    position = begin
-    for first, last, memory in targets:
-        if first >= end:
-            break
-        start, stop = max(first, begin), min(last, end)
-        if position < start:
-            yield spare[position - begin : start - begin]
-        yield spare[start - begin : stop - begin] if memory is None else memory[start - first : stop - first]
-        position = stop
-    if position < end:
-        yield spare[position - begin : end - begin]
