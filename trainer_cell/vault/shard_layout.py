@@ -21,6 +21,7 @@ PAGE_BYTES = 4096
 # A smaller file has gone through the page cache before an unbuffered call has come back.
 _LEAST_DIRECT = 1 << 20
 _HUGE_PAGE_BYTES = 2 << 20
+_MOST_KEPT_BYTES = 1 << 30
 # Of the first tensor in the file, so that an image of the file in memory can be copied to at full width.
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
@@ -99,7 +100,8 @@ def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
         offset = end
     text = msgspec.json.encode(entries)
     # A file of whole pages has no last part that an unbuffered write could not take as it is.
-    padded, data = (PAGE_BYTES, offset) if offset % _ALIGNMENT == 0 else (_ALIGNMENT, 0)
+    is_whole = offset % _ALIGNMENT == 0 and offset >= _LEAST_DIRECT
+    padded, data = (PAGE_BYTES, offset) if is_whole else (_ALIGNMENT, 0)
     text += b" " * (-(_LENGTH_BYTES + len(text) + data) % padded)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
@@ -145,3 +147,18 @@ def image_memory(num_bytes: int) -> memoryview:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
+
+
+class KeptMemory:
+    """Gives the same memory again and again, more when more is asked for: for one reader at a time."""
+
+    def __init__(self) -> None:
+        self._memory: memoryview = memoryview(b"")
+
+    def __call__(self, num_bytes: int) -> memoryview:
+        """As `image_memory` does, but with any contents; what was given before is given away with it."""
+        if num_bytes > _MOST_KEPT_BYTES:
+            return image_memory(num_bytes)
+        if self._memory.nbytes < num_bytes:
+            self._memory = image_memory(num_bytes)
+        return self._memory

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from trainer_cell.vault.shard_chunks import chunks_of, read_chunks
 from trainer_cell.vault.shard_layout import image_memory, whole_pages
 
 _MOST_PROBLEMS_TOLD = 20
+_ROOM_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -118,38 +118,105 @@ def read_tensors(
     wanted: Mapping[str, Wanted],
     ignored: Collection[str] = (),
     disk: Disk = LOCAL_DISK,
-    memory: Callable[[int], memoryview] = image_memory,
 ) -> dict[str, memoryview]:
-    """The wanted part of each tensor, C order over `Wanted.shape`, aligned to its element, every byte read verified.
+    """The wanted part of each tensor, C order over `Wanted.shape`, as `place_tensors` reads them."""
+    memory, places = place_tensors(version_dir, manifest, wanted, ignored, disk)
+    return {key: memory[begin:end] for key, (begin, end) in places.items()}
+
+
+def place_tensors(
+    version_dir: Path,
+    manifest: Manifest,
+    wanted: Mapping[str, Wanted],
+    ignored: Collection[str] = (),
+    disk: Disk = LOCAL_DISK,
+    allocate: Callable[[int], memoryview] = image_memory,
+) -> tuple[memoryview, dict[str, tuple[int, int]]]:
+    """Memory, and where in it (begin, end) the wanted part of each tensor is: C order over `Wanted.shape`, aligned to
+    its element, every byte read verified. Tensors lie there in the order of the files as far as may be.
 
     The checkpoint's tensors must be exactly those of `wanted` and, where it has them, of `ignored`, which are not
-    read. memory: gives what the shards are read to, of which the result is slices as far as may be.
-    Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or `StorageFailed`.
+    read. allocate: as `image_memory`. Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or
+    `StorageFailed`.
     """
     for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
         raise CheckpointDamaged(version_dir, problem)
     _check_wanted(version_dir, manifest, wanted, ignored)
+    found = {key: _Found.of(manifest.tensors[key], part) for key, part in wanted.items()}
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for key, part in wanted.items():
-        region = Region.cut(part.shape, part.axis, part.offset)
-        for piece in manifest.tensors[key].pieces:
-            if _region(piece).overlaps(region):
-                # Whole, also for a part of it: the digests need every byte.
-                spans[piece.file].append((piece.begin, piece.end))
-    images = _images({name: manifest.files[name].size for name in spans}, memory)
-    starts = _starts(manifest)
-    for name, image in images.items():
+    for place in found.values():
+        for piece in place.pieces:
+            # Whole, also for a part of it: the digests need every byte.
+            spans[piece.file].append((piece.begin, piece.end))
+    memory, images, end = _allocate({name: manifest.files[name].size for name in spans}, found.values(), allocate)
+    starts = _starts(manifest) if spans else {}
+    for name, of_file in spans.items():
         record = manifest.files[name]
-        chunks = chunks_of([(0, starts[name]), *spans[name]], record.chunk_size)
-        read_chunks(version_dir / name, record, chunks, image, disk)
-    return {key: _part(manifest.tensors[key], part, images) for key, part in wanted.items()}
+        chunks = chunks_of([(0, starts[name]), *of_file], record.chunk_size)
+        read_chunks(version_dir / name, record, chunks, memory[images[name] :][: whole_pages(record.size)], disk)
+    places = {}
+    for key, place in found.items():
+        if place.is_exact:
+            (piece,) = place.pieces
+            places[key] = (images[piece.file] + piece.begin, images[piece.file] + piece.end)
+        else:
+            places[key] = (end, end + place.num_bytes)
+            place.assemble(memory, images, end)
+            end += place.room
+    return memory, places
 
 
-def _images(sizes: Mapping[str, int], memory: Callable[[int], memoryview]) -> dict[str, memoryview]:
-    """A place for each file in one piece of memory, each beginning at a page."""
-    ends = [0, *accumulate(whole_pages(size) for size in sizes.values())]
-    whole = memory(ends[-1])
-    return {name: whole[begin:end] for name, begin, end in zip(sizes, ends, ends[1:], strict=False)}
+@dataclass(frozen=True)
+class _Found:
+    """Where a wanted part is stored. is_exact: in one piece, just as it is wanted, aligned to its element."""
+
+    tensor: TensorRecord
+    part: Wanted
+    pieces: Sequence[PieceRecord]
+    is_exact: bool
+
+    @classmethod
+    def of(cls, tensor: TensorRecord, part: Wanted) -> _Found:
+        if len(tensor.pieces) == 1:
+            piece = tensor.pieces[0]
+            is_same = (piece.axis, piece.offset, piece.shape) == (part.axis, part.offset, part.shape)
+            if is_same and piece.begin % ITEM_BYTES[tensor.dtype] == 0 and piece.begin < piece.end:
+                return cls(tensor, part, tensor.pieces, True)
+        wanted = _region(part)
+        overlapping = [piece for piece in tensor.pieces if _region(piece).overlaps(wanted)]
+        is_same = len(overlapping) == 1 and _region(overlapping[0]) == wanted
+        return cls(tensor, part, overlapping, is_same and overlapping[0].begin % ITEM_BYTES[tensor.dtype] == 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.part.shape) * ITEM_BYTES[self.tensor.dtype]
+
+    @property
+    def room(self) -> int:
+        """Of the part when it is put together apart from the files: no tensor needs a wider alignment."""
+        return -(-self.num_bytes // _ROOM_BYTES) * _ROOM_BYTES
+
+    def assemble(self, memory: memoryview, images: Mapping[str, int], begin: int) -> None:
+        target = memory[begin : begin + self.num_bytes]
+        for piece in self.pieces:
+            stored = memory[images[piece.file] + piece.begin : images[piece.file] + piece.end]
+            copy_overlap(stored, _region(piece), target, _region(self.part), ITEM_BYTES[self.tensor.dtype])
+
+
+def _region(part: Wanted | PieceRecord) -> Region:
+    return Region.cut(part.shape, part.axis, part.offset)
+
+
+def _allocate(
+    sizes: Mapping[str, int], found: Iterable[_Found], allocate: Callable[[int], memoryview]
+) -> tuple[memoryview, dict[str, int], int]:
+    """Memory for the files and what is put together from them: where each file begins, at a page, and all end."""
+    begins: dict[str, int] = {}
+    end = 0
+    for name, size in sizes.items():
+        begins[name] = end
+        end += whole_pages(size)
+    return allocate(end + sum(place.room for place in found if not place.is_exact)), begins, end
 
 
 def _starts(manifest: Manifest) -> dict[str, int]:
@@ -159,24 +226,6 @@ def _starts(manifest: Manifest) -> dict[str, int]:
         for piece in tensor.pieces:
             starts[piece.file] = min(piece.begin, starts.get(piece.file, piece.begin))
     return starts
-
-
-def _region(piece: PieceRecord) -> Region:
-    return Region.cut(piece.shape, piece.axis, piece.offset)
-
-
-def _part(tensor: TensorRecord, part: Wanted, images: Mapping[str, memoryview]) -> memoryview:
-    """A slice of an image, if the part lies there just as it is wanted; else a copy."""
-    item_bytes = ITEM_BYTES[tensor.dtype]
-    region = Region.cut(part.shape, part.axis, part.offset)
-    overlapping = [piece for piece in tensor.pieces if _region(piece).overlaps(region)]
-    stored = [images[piece.file][piece.begin : piece.end] for piece in overlapping]
-    if len(stored) == 1 and _region(overlapping[0]) == region and overlapping[0].begin % item_bytes == 0:
-        return stored[0]
-    copy = memoryview(bytearray(prod(part.shape) * item_bytes))
-    for piece, data in zip(overlapping, stored, strict=True):
-        copy_overlap(data, _region(piece), copy, region, item_bytes)
-    return copy
 
 
 def _check_wanted(
