@@ -13,7 +13,7 @@ from bench.ratios import Row, in_turns, timed
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.manifest import read_manifest
 from trainer_cell.vault.shard_layout import KeptMemory, image_memory
-from trainer_cell.vault.verify import place_tensors
+from trainer_cell.vault.verify import TensorReader
 
 MANY = 32
 _MANY_BYTES = 5_000_000
@@ -47,16 +47,15 @@ def load_rows(ground: Ground, sizes: list[int], pairs: dict[int, int]) -> Iterat
         files = sorted(version.iterdir())
         live, memory = image_memory(state.layout.size), image_memory(state.layout.size)
         live[:] = memory[:] = state.image
-        kept = KeptMemory()
+        reader, kept = TensorReader(state.wanted), KeptMemory()
 
         def load(
-            version: Path = version, state: State = state, live: memoryview = live, kept: KeptMemory = kept
+            version: Path = version, reader: TensorReader = reader, live: memoryview = live, kept: KeptMemory = kept
         ) -> float:
             forget(*version.iterdir())
-            wanted = state.wanted
 
             def act() -> None:
-                read, places = place_tensors(version, read_manifest(version), wanted, allocate=kept)
+                read, places = reader.read(version, read_manifest(version), allocate=kept)
                 begin, end = min(first for first, _ in places.values()), max(last for _, last in places.values())
                 live[begin:end] = read[begin:end]
 

@@ -25,7 +25,7 @@ AGREED = {
     "check the step": ("trainer_cell.training.step", "check_adam"),
     "capture": ("trainer_cell.checkpoint.capture", "CaptureBuffer.capture"),
     "write": ("trainer_cell.checkpoint.save", "write_shard"),
-    "read": ("trainer_cell.checkpoint.load", "place_tensors"),
+    "read": ("trainer_cell.checkpoint.slot_reader", "SlotReader.read"),
 }
 # Where other ranks wait or have gone on already.
 ENDING = {

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from trainer_cell.checkpoint.failures import vault_failures
-from trainer_cell.checkpoint.plan import part_dtype, stored_parts
-from trainer_cell.checkpoint.runs import Placed, Run, find_runs, is_finite, not_finite
+from trainer_cell.checkpoint.plan import stored_parts
+from trainer_cell.checkpoint.slot_reader import Run, SlotReader
 from trainer_cell.protocol.commands import AdapterSpec, LoadState
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import BaseModel, StateLoaded
@@ -20,14 +20,16 @@ from trainer_cell.training.slots import Slot, SlotTable
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.manifest import Manifest, read_manifest
 from trainer_cell.vault.shard_layout import KeptMemory
-from trainer_cell.vault.verify import Wanted, place_tensors
 
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+_MOST_READERS = 16
 
 
 @dataclass(frozen=True)
 class LoadContext:
-    """What loading needs of its cell, the same for every load. memory: what is read comes there first."""
+    """What loading needs of its cell, the same for every load.
+
+    memory: what is read comes there first; readers: by what they read, those that were made before.
+    """
 
     ranks: Ranks
     vault: Vault
@@ -35,6 +37,7 @@ class LoadContext:
     dtype: str
     no_load_optim: bool
     memory: KeptMemory = dataclasses.field(default_factory=KeptMemory)
+    readers: dict[object, SlotReader] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,27 +104,20 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         )
     stored = stored_parts(manifest.dtype, manifest.has_optimizer)
     needed = _needed_parts(stored, with_optimizer, manifest.dtype, context.dtype)
-    wanted = {
-        f"{name}/{part}": Wanted(
-            sharding.axis,
-            sharding.offset,
-            sharding.local_shape,
-            sharding.global_shape,
-            part_dtype(part, manifest.dtype),
-        )
-        for part in needed
-        for name, sharding in slot.adapter.table.items()
-    }
-    # What other ranks read, they check; here it must only be known, so that a tensor no rank asks for is found.
-    left = {f"{name}/{part}" for part in stored for name in slot.adapter.whole} - wanted.keys()
+    reader = _reader(context, slot, stored, needed, manifest.dtype)
     with vault_failures():
-        memory, places = place_tensors(directory, manifest, wanted, left, allocate=context.memory)
-    targets = {name: view.storage_offset() for name, view in slot.adapter.views(slot.adapter.flat).items()}
-    parts = {}
-    for part in needed:
-        placed = [Placed(key, *places[key], targets[name]) for name in targets for key in (f"{name}/{part}",)]
-        parts[part] = _checked_runs(memory, placed, _TORCH_DTYPES[part_dtype(part, manifest.dtype)])
-    return _Read(manifest, parts, with_optimizer)
+        return _Read(manifest, reader.read(directory, manifest, context.memory), with_optimizer)
+
+
+def _reader(
+    context: LoadContext, slot: Slot, stored: tuple[str, ...], needed: tuple[str, ...], dtype: str
+) -> SlotReader:
+    kind = (slot.spec, stored, needed, dtype)
+    if kind not in context.readers:
+        if len(context.readers) >= _MOST_READERS:
+            context.readers.clear()
+        context.readers[kind] = SlotReader(slot.adapter, stored, needed, dtype)
+    return context.readers[kind]
 
 
 def _needed_parts(stored: tuple[str, ...], with_optimizer: bool, saved: str, live: str) -> tuple[str, ...]:
@@ -141,14 +137,6 @@ def _check_manifest(context: LoadContext, slot: Slot, manifest: Manifest) -> Non
     _check_adapter(manifest.adapter, slot.spec)
     if manifest.non_finite:
         raise CommandFailed(ErrorKind.NON_FINITE_STATE, "the checkpoint holds NaN or infinite values")
-
-
-def _checked_runs(memory: memoryview, placed: list[Placed], dtype: torch.dtype) -> list[Run]:
-    runs = find_runs(memory, placed, dtype)
-    if not all(is_finite(run.values) for run in runs):
-        key = not_finite(memory, placed, dtype)[0]
-        raise CommandFailed(ErrorKind.NON_FINITE_STATE, f"tensor {key} of the checkpoint holds NaN or infinite values")
-    return runs
 
 
 def _apply(slot: Slot, read: _Read) -> None:

@@ -20,29 +20,31 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Run:
-    """values: 1-D, of one or more tensors; target: where in the slot's flat buffer they belong."""
+class Span:
+    """One or more tensors that lie side by side: their keys; begin, end and target as of a `Placed`."""
 
-    values: torch.Tensor
+    keys: tuple[str, ...]
+    begin: int
+    end: int
     target: int
 
-    def copy_to(self, flat: torch.Tensor) -> None:
-        flat[self.target : self.target + self.values.numel()].copy_(self.values)
+    def values(self, memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+        """1-D, a view of `memory`."""
+        return torch.frombuffer(memory[self.begin : self.end], dtype=dtype)
 
 
-def find_runs(memory: memoryview, placed: Iterable[Placed], dtype: torch.dtype) -> list[Run]:
-    """All tensors that have elements, in as few runs as they lie in; the values are views of `memory`."""
-    spans: list[tuple[int, int, int]] = []
+def find_spans(placed: Iterable[Placed], item_bytes: int) -> list[Span]:
+    """All tensors that have elements, in as few spans as they lie in."""
+    groups: list[list[Placed]] = []
     for tensor in sorted(placed, key=lambda tensor: tensor.target):
         if tensor.begin == tensor.end:
             continue
-        if spans:
-            begin, end, target = spans[-1]
-            if tensor.begin == end and tensor.target == target + (end - begin) // dtype.itemsize:
-                spans[-1] = (begin, tensor.end, target)
-                continue
-        spans.append((tensor.begin, tensor.end, tensor.target))
-    return [Run(torch.frombuffer(memory[begin:end], dtype=dtype), target) for begin, end, target in spans]
+        last = groups[-1][-1] if groups else None
+        if last and tensor.begin == last.end and tensor.target == last.target + (last.end - last.begin) // item_bytes:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+    return [Span(tuple(one.key for one in group), group[0].begin, group[-1].end, group[0].target) for group in groups]
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -50,9 +52,3 @@ def is_finite(values: torch.Tensor) -> bool:
     temporary, tens of times as fast as `isfinite`."""
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
-
-
-def not_finite(memory: memoryview, placed: Iterable[Placed], dtype: torch.dtype) -> list[str]:
-    """The keys of tensors that hold NaN or infinity."""
-    runs = ((tensor.key, run) for tensor in placed for run in find_runs(memory, [tensor], dtype))
-    return [key for key, run in runs if not is_finite(run.values)]

@@ -55,7 +55,7 @@ def index_problems(manifest: Manifest) -> Iterator[str]:
     for name, record in manifest.files.items():
         yield from (f"file {name}: {problem}" for problem in record_problems(record))
     sizes = {name: record.size for name, record in manifest.files.items()}
-    if any(tensors is manifest.tensors and known == sizes for tensors, known in _sound):
+    if any(tensors is manifest.tensors and known == sizes for tensors, known in tuple(_sound)):
         return
     problems = list(tensor_problems(manifest.tensors, sizes))
     if not problems:

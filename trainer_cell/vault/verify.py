@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from trainer_cell.vault.cover import directory_problems, fits, index_problems
 from trainer_cell.vault.disk import LOCAL_DISK, Disk
 from trainer_cell.vault.errors import CheckpointDamaged, TensorsDisagree, VaultError
 from trainer_cell.vault.manifest import (
-    ITEM_BYTES,
     FileRecord,
     Manifest,
     PieceRecord,
@@ -23,26 +19,13 @@ from trainer_cell.vault.manifest import (
     TensorRecord,
     read_manifest,
 )
-from trainer_cell.vault.region import Region, copy_overlap
-from trainer_cell.vault.shard_chunks import chunks_of, read_chunks
+from trainer_cell.vault.read_plan import ReadPlan, Wanted, plan_read
+from trainer_cell.vault.shard_chunks import read_chunks
 from trainer_cell.vault.shard_layout import image_memory, whole_pages
 
+__all__ = ["TensorReader", "Wanted", "read_tensors", "verify_version"]
+
 _MOST_PROBLEMS_TOLD = 20
-_ROOM_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The part of a tensor a reader holds: `shape` from `offset` on along `axis`, the whole when `axis` is None.
-
-    global_shape, dtype: what the whole tensor must be, where the reader knows.
-    """
-
-    axis: int | None
-    offset: int
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...] | None = None
-    dtype: TensorDType | None = None
 
 
 class _HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,6 +95,54 @@ def _pieces_in(name: str, manifest: Manifest) -> list[tuple[PieceRecord, str, Te
     ]
 
 
+class TensorReader:
+    """Reads the same tensors, or parts of them, of one checkpoint or of many.
+
+    The checkpoint's tensors must be exactly those of `wanted` and, where it has them, of `ignored`, which are not read.
+    """
+
+    def __init__(self, wanted: Mapping[str, Wanted], ignored: Collection[str] = ()) -> None:
+        self._wanted, self._ignored = dict(wanted), frozenset(ignored)
+        # For the shape of the last checkpoint: its tensors, its files' sizes, and the plan.
+        self._last: tuple[Mapping[str, TensorRecord], dict[str, tuple[int, int]], ReadPlan] | None = None
+
+    def read(
+        self,
+        version_dir: Path,
+        manifest: Manifest,
+        disk: Disk = LOCAL_DISK,
+        allocate: Callable[[int], memoryview] = image_memory,
+    ) -> tuple[memoryview, Mapping[str, tuple[int, int]]]:
+        """Memory, and where in it (begin, end) each wanted part is: C order over `Wanted.shape`, aligned to its
+        element, every byte read verified. Parts lie there in the order of the files as far as may be; of checkpoints
+        of one shape the places are the same object.
+
+        allocate: as `image_memory`. Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or
+        `StorageFailed`.
+        """
+        for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
+            raise CheckpointDamaged(version_dir, problem)
+        plan = self._plan(version_dir, manifest)
+        memory = allocate(plan.num_bytes)
+        for name, (chunks, begin) in plan.files.items():
+            record = manifest.files[name]
+            read_chunks(version_dir / name, record, chunks, memory[begin : begin + whole_pages(record.size)], disk)
+        plan.assemble(memory)
+        return memory, plan.places
+
+    def _plan(self, version_dir: Path, manifest: Manifest) -> ReadPlan:
+        sizes = {name: (record.size, record.chunk_size) for name, record in manifest.files.items()}
+        if self._last is not None:
+            tensors, known, plan = self._last
+            # One object stands for many checkpoints of a shape: `read_manifest` sees to that.
+            if tensors is manifest.tensors and known == sizes:
+                return plan
+        _check_wanted(version_dir, manifest, self._wanted, self._ignored)
+        plan = plan_read(manifest, self._wanted)
+        self._last = (manifest.tensors, sizes, plan)
+        return plan
+
+
 def read_tensors(
     version_dir: Path,
     manifest: Manifest,
@@ -119,113 +150,9 @@ def read_tensors(
     ignored: Collection[str] = (),
     disk: Disk = LOCAL_DISK,
 ) -> dict[str, memoryview]:
-    """The wanted part of each tensor, C order over `Wanted.shape`, as `place_tensors` reads them."""
-    memory, places = place_tensors(version_dir, manifest, wanted, ignored, disk)
+    """The wanted part of each tensor, as a `TensorReader` reads them."""
+    memory, places = TensorReader(wanted, ignored).read(version_dir, manifest, disk)
     return {key: memory[begin:end] for key, (begin, end) in places.items()}
-
-
-def place_tensors(
-    version_dir: Path,
-    manifest: Manifest,
-    wanted: Mapping[str, Wanted],
-    ignored: Collection[str] = (),
-    disk: Disk = LOCAL_DISK,
-    allocate: Callable[[int], memoryview] = image_memory,
-) -> tuple[memoryview, dict[str, tuple[int, int]]]:
-    """Memory, and where in it (begin, end) the wanted part of each tensor is: C order over `Wanted.shape`, aligned to
-    its element, every byte read verified. Tensors lie there in the order of the files as far as may be.
-
-    The checkpoint's tensors must be exactly those of `wanted` and, where it has them, of `ignored`, which are not
-    read. allocate: as `image_memory`. Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or
-    `StorageFailed`.
-    """
-    for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
-        raise CheckpointDamaged(version_dir, problem)
-    _check_wanted(version_dir, manifest, wanted, ignored)
-    found = {key: _Found.of(manifest.tensors[key], part) for key, part in wanted.items()}
-    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for place in found.values():
-        for piece in place.pieces:
-            # Whole, also for a part of it: the digests need every byte.
-            spans[piece.file].append((piece.begin, piece.end))
-    memory, images, end = _allocate({name: manifest.files[name].size for name in spans}, found.values(), allocate)
-    starts = _starts(manifest) if spans else {}
-    for name, of_file in spans.items():
-        record = manifest.files[name]
-        chunks = chunks_of([(0, starts[name]), *of_file], record.chunk_size)
-        read_chunks(version_dir / name, record, chunks, memory[images[name] :][: whole_pages(record.size)], disk)
-    places = {}
-    for key, place in found.items():
-        if place.is_exact:
-            (piece,) = place.pieces
-            places[key] = (images[piece.file] + piece.begin, images[piece.file] + piece.end)
-        else:
-            places[key] = (end, end + place.num_bytes)
-            place.assemble(memory, images, end)
-            end += place.room
-    return memory, places
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Where a wanted part is stored. is_exact: in one piece, just as it is wanted, aligned to its element."""
-
-    tensor: TensorRecord
-    part: Wanted
-    pieces: Sequence[PieceRecord]
-    is_exact: bool
-
-    @classmethod
-    def of(cls, tensor: TensorRecord, part: Wanted) -> _Found:
-        if len(tensor.pieces) == 1:
-            piece = tensor.pieces[0]
-            is_same = (piece.axis, piece.offset, piece.shape) == (part.axis, part.offset, part.shape)
-            if is_same and piece.begin % ITEM_BYTES[tensor.dtype] == 0 and piece.begin < piece.end:
-                return cls(tensor, part, tensor.pieces, True)
-        wanted = _region(part)
-        overlapping = [piece for piece in tensor.pieces if _region(piece).overlaps(wanted)]
-        is_same = len(overlapping) == 1 and _region(overlapping[0]) == wanted
-        return cls(tensor, part, overlapping, is_same and overlapping[0].begin % ITEM_BYTES[tensor.dtype] == 0)
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.part.shape) * ITEM_BYTES[self.tensor.dtype]
-
-    @property
-    def room(self) -> int:
-        """Of the part when it is put together apart from the files: no tensor needs a wider alignment."""
-        return -(-self.num_bytes // _ROOM_BYTES) * _ROOM_BYTES
-
-    def assemble(self, memory: memoryview, images: Mapping[str, int], begin: int) -> None:
-        target = memory[begin : begin + self.num_bytes]
-        for piece in self.pieces:
-            stored = memory[images[piece.file] + piece.begin : images[piece.file] + piece.end]
-            copy_overlap(stored, _region(piece), target, _region(self.part), ITEM_BYTES[self.tensor.dtype])
-
-
-def _region(part: Wanted | PieceRecord) -> Region:
-    return Region.cut(part.shape, part.axis, part.offset)
-
-
-def _allocate(
-    sizes: Mapping[str, int], found: Iterable[_Found], allocate: Callable[[int], memoryview]
-) -> tuple[memoryview, dict[str, int], int]:
-    """Memory for the files and what is put together from them: where each file begins, at a page, and all end."""
-    begins: dict[str, int] = {}
-    end = 0
-    for name, size in sizes.items():
-        begins[name] = end
-        end += whole_pages(size)
-    return allocate(end + sum(place.room for place in found if not place.is_exact)), begins, end
-
-
-def _starts(manifest: Manifest) -> dict[str, int]:
-    """Where in each file the tensors begin: so long is its header."""
-    starts: dict[str, int] = {}
-    for tensor in manifest.tensors.values():
-        for piece in tensor.pieces:
-            starts[piece.file] = min(piece.begin, starts.get(piece.file, piece.begin))
-    return starts
 
 
 def _check_wanted(
