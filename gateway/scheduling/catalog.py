@@ -12,9 +12,10 @@ from datetime import UTC, datetime
 
 from gateway.scheduling.errors import CheckpointUnreadable, CheckpointUnsupported, InvalidRequest, UnknownCheckpoint
 from trainer_cell.vault.cover import directory_problems
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import CheckpointDamaged, UnsupportedFormat
 from trainer_cell.vault.layout import CheckpointAddress, InvalidAddress, Vault
-from trainer_cell.vault.listing import check_identity, delete_checkpoint, list_checkpoints
+from trainer_cell.vault.listing import check_identity, list_checkpoints
 from trainer_cell.vault.manifest import Manifest, read_manifest
 
 
