@@ -10,14 +10,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 from trainer_cell.vault.deletion import doom, set_versions_aside, unlink_name
 from trainer_cell.vault.errors import NotThere, VaultError
-from trainer_cell.vault.inventory import Inventory, Stored
+from trainer_cell.vault.inventory import Inventory, Stored, public_versions, version_names
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName
 from trainer_cell.vault.replaced_clock import ReplacedClock
 from trainer_cell.vault.retention import REASONS, Candidate, Reason, Rules, decide, relied_on
-from trainer_cell.vault.retention_record import sweep_records
+from trainer_cell.vault.retention_record import stray_records
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Collector:
             if should_stop():
                 return Collected(tuple(removed), tuple(kept), tuple(errors))
             try:
-                if self._due(model_id):
+                if self._due(model_id) or self._stray_records(model_id):
                     for due, is_gone in self._collect(model_id):
                         (removed if is_gone else kept).append(due)
             except VaultError as error:
@@ -152,11 +153,17 @@ class Collector:
             held = set(self._held())
             free = [one.version for one in due if vault.version(model_id, one.version) not in held]
             gone = set_versions_aside(vault, model_id, free)
-            sweep_records(vault, model_id, {one.version for one in stored} - gone.keys())
+            for path in self._stray_records(model_id):
+                vault.disk.unlink(path)
         for one in due:
             yield one, one.version in gone
         for aside in gone.values():
             vault.disk.remove_tree(aside)
+
+    def _stray_records(self, model_id: str) -> list[Path]:
+        """A record whose version is missing and still has a name may be needed to mend that."""
+        used = {*version_names(self._vault, model_id), *public_versions(self._vault, model_id)}
+        return stray_records(self._vault, model_id, used)
 
     def _look_again(self, model_id: str) -> None:
         """What others go for must still verify: a version that was replaced may have become the last good one."""

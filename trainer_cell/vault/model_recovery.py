@@ -12,7 +12,7 @@ import msgspec
 
 from trainer_cell.vault.deletion import set_versions_aside, unlink_name
 from trainer_cell.vault.errors import CheckpointDamaged, CheckpointExists, StorageFailed, UnsupportedFormat, VaultError
-from trainer_cell.vault.inventory import Contents, public_names, read_contents, version_names
+from trainer_cell.vault.inventory import Contents, public_names, public_versions, read_contents, version_names
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName
 from trainer_cell.vault.manifest import read_manifest
 from trainer_cell.vault.point import Pointer, pointed_version
@@ -76,10 +76,7 @@ class ModelRecovery:
             self._mend_name(address)
         for address in {CheckpointAddress(self._model_id, one.kind, one.name): None for one in self._good}:
             self._settle_unpointed(address)
-        for version, problem in self._bad.items():
-            if quarantine_version(self._vault, self._model_id, version) is not None:
-                self._tell("quarantined", self._address(version), f"{version}: {problem}")
-        sweep_records(self._vault, self._model_id, version_names(self._vault, self._model_id))
+        self._set_bad_apart()
 
     def _look(self, version: VersionName) -> None:
         try:
@@ -182,6 +179,14 @@ class ModelRecovery:
         self.aside += gone.values()
         if gone:
             self._tell("collected", address, f"{version} was never pointed to: {why}")
+
+    def _set_bad_apart(self) -> None:
+        """Not what a name still points at, for want of knowing better: its record is needed when that is mended."""
+        pointed = set(public_versions(self._vault, self._model_id))
+        for version, problem in self._bad.items():
+            if version not in pointed and quarantine_version(self._vault, self._model_id, version) is not None:
+                self._tell("quarantined", self._address(version), f"{version}: {problem}")
+        sweep_records(self._vault, self._model_id, {*version_names(self._vault, self._model_id), *pointed})
 
     def _pointer(self, address: CheckpointAddress, version: VersionName) -> Pointer:
         return Pointer(self._vault, address, version, f"{_EPOCH}.{new_ulid()}")

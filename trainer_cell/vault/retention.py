@@ -76,8 +76,7 @@ def decide(candidates: Sequence[Candidate], rules: Rules) -> dict[VersionName, R
 
 
 def relied_on(candidates: Sequence[Candidate], rules: Rules) -> set[VersionName]:
-    """The versions because of which others may go: all that names point at and the latest ones, as far as keep-last
-    looks back."""
+    """The versions because of which others may go: the latest ones, and the public ones as far as keep-last looks."""
     public = sorted((one.version for one in candidates if one.is_public), key=lambda version: version.ulid)
     return _latest(candidates) | set(public[-(rules.keep_last or 1) :])
 

@@ -104,17 +104,25 @@ def drop_records(vault: Vault, model_id: str, versions: Collection[VersionName])
             vault.disk.unlink(_place(vault, model_id, version))
 
 
-def sweep_records(vault: Vault, model_id: str, versions: Collection[VersionName]) -> None:
-    """Remove what crashed writers left, and the records of all but these versions. Raises `StorageFailed`."""
+def stray_records(vault: Vault, model_id: str, versions: Collection[VersionName]) -> list[Path]:
+    """What crashed writers left, and the records of all but these versions. Raises `StorageFailed`."""
     directory = vault.retention_dir(model_id)
     try:
         names = vault.disk.names(directory)
     except NotThere:
-        return
-    for name in names:
-        version = VersionName.parse(name.removesuffix(_SUFFIX)) if name.endswith(_SUFFIX) else None
-        if _TEMPORARY.fullmatch(name) or (version is not None and version not in versions):
-            vault.disk.unlink(directory / name)
+        return []
+    return [directory / name for name in names if _is_stray(name, versions)]
+
+
+def sweep_records(vault: Vault, model_id: str, versions: Collection[VersionName]) -> None:
+    """Remove what `stray_records` tells. Raises `StorageFailed`."""
+    for path in stray_records(vault, model_id, versions):
+        vault.disk.unlink(path)
+
+
+def _is_stray(name: str, versions: Collection[VersionName]) -> bool:
+    version = VersionName.parse(name.removesuffix(_SUFFIX)) if name.endswith(_SUFFIX) else None
+    return version not in versions if version is not None else _TEMPORARY.fullmatch(name) is not None
 
 
 def _place(vault: Vault, model_id: str, version: VersionName) -> Path:

@@ -1,4 +1,4 @@
-"""A checkpoint root in which everything that a start-up has to settle lies at once, and what it is to look like then."""
+"""A checkpoint root in which everything that a start-up has to settle lies at once."""
 
 from __future__ import annotations
 

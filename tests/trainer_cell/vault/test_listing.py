@@ -181,7 +181,7 @@ def test_a_crash_at_any_call_of_a_delete_is_made_good_by_the_next(tmp_path: Path
 
 
 def test_a_delete_that_the_disk_fails_can_be_repeated(tmp_path: Path) -> None:
-    for at in range(40):
+    for at in range(200):
         vault = new_vault(tmp_path / str(at))
         save(vault)
         disk = FailingDisk(at)
