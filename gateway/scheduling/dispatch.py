@@ -10,7 +10,7 @@ from gateway.scheduling.admission import check_create
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink, CellLost
 from gateway.scheduling.futures import Future
-from gateway.scheduling.identity import new_command_id
+from gateway.scheduling.identity import new_command_id, timestamp
 from gateway.scheduling.loadable import find_loadable
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.models import Model
@@ -25,6 +25,7 @@ from gateway.scheduling.requests import (
     UnloadRequest,
 )
 from gateway.scheduling.residency import Residency
+from gateway.scheduling.saving import OpenSave
 from gateway.scheduling.settlement import settle_save
 from trainer_cell.protocol.commands import (
     CreateModel,
@@ -151,22 +152,28 @@ class Dispatcher:
 
     async def _save(self, future: Future, request: SaveRequest, hello: Hello) -> Success:
         self._residency.touch(future.model_id)
-        now = datetime.now(UTC)
+        command_id = new_command_id()
+        async with self._catalog.saves.opened(future, request, command_id) as saving:
+            return await self._save_opened(saving, request, hello)
+
+    async def _save_opened(self, saving: OpenSave, request: SaveRequest, hello: Hello) -> Success:
+        future, now = saving.future, datetime.now(UTC)
         ttl_s = request.ttl_seconds
         command = SaveState(
-            command_id=new_command_id(),
+            command_id=saving.command_id,
             model_id=future.model_id,
             name=request.name,
             kind=request.kind,
             overwrite=request.overwrite,
             include_optimizer=request.kind == "weights" and not hello.no_save_optim,
             tenant_digest=self._catalog.tenant_digest(future.tenant),
-            created=_timestamp(now),
-            expires=_timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
+            created=timestamp(now),
+            expires=timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
             user_metadata=request.user_metadata,
+            quota=saving.quota,
         )
         try:
-            return await self._link.execute(command, future.note_progress)
+            return await self._link.execute(command, saving.note_progress)
         except CellLost:
             saved = await settle_save(self._catalog.vault, command, hello.epoch)
             if saved is None:
@@ -202,7 +209,3 @@ class Dispatcher:
     def _now_resident(self, model: Model) -> None:
         self._residency.touch(model.model_id)
         model.state, model.trouble = "ready", None
-
-
-def _timestamp(moment: datetime) -> str:
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -33,6 +33,7 @@ from trainer_cell.protocol.outcomes import (
     Failed,
     Hello,
     Layout,
+    Progress,
     ResidentModel,
     Said,
     Success,
@@ -107,6 +108,7 @@ class FakeCell:
         self._vault = Vault(root, WatchedDisk(self._on_disk_call))
         self.slots = FakeSlots(self._vault, self._hello)
         self._failures: list[tuple[type[ModelCommand], CommandFailed]] = []
+        self._progress_hold: tuple[str, Hold] | None = None
         self._holds: list[tuple[type[ModelCommand], Hold]] = []
         self._deadly: tuple[str, str] | None = None
         self._deadly_answer: type[ModelCommand] | None = None
@@ -146,6 +148,11 @@ class FakeCell:
         hold = Hold()
         self._holds.append((kind, hold))
         return hold
+
+    def hold_at_progress(self, phase: str) -> Hold:
+        """Stop once the next progress of that phase has been told."""
+        self._progress_hold = (phase, Hold())
+        return self._progress_hold[1]
 
     def die_before(self, operation: str, path_part: str) -> None:
         """Be killed just before the vault's first disk call `operation` on a path that has `path_part` in it."""
@@ -242,6 +249,9 @@ class FakeCell:
                 send_frame(connection, encode_said(said))
             except OSError:
                 return
+        if isinstance(said, Progress) and self._progress_hold is not None and self._progress_hold[0] == said.phase:
+            self._progress_hold[1].stop_here()
+            self._progress_hold = None
 
     # Commands
 

@@ -46,6 +46,8 @@ def save_model(
     pieces = _pieces(model, command.include_optimizer and not hello.no_save_optim)
     num_bytes = sum(len(piece.data) for piece in pieces)
     address = CheckpointAddress(command.model_id, command.kind, command.name)
+    if command.quota is not None:
+        command.quota.check(num_bytes)
     try:
         staging = begin(vault, address, command.overwrite, num_bytes, hello.epoch)
         report(Progress(command.command_id, "writing", 0, num_bytes))

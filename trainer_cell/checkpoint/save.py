@@ -73,6 +73,8 @@ def save_slot(context: SaveContext, slot: Slot, command: SaveState, report: Repo
 
 def _begin(context: SaveContext, command: SaveState, plan: SavePlan) -> str:
     address = CheckpointAddress(command.model_id, command.kind, command.name)
+    if command.quota is not None:
+        command.quota.check(plan.num_bytes)
     with vault_failures():
         return begin(context.vault, address, command.overwrite, plan.num_bytes, context.facts.epoch).token
 

@@ -79,8 +79,9 @@ class Inventory:
             known = self._known.get(model_id, {})
             names = version_names(self._vault, model_id)
             found = {name: known.get(name) or self._contents(model_id, name) for name in names}
-            self._known[model_id] = {name: contents for name, contents in found.items() if contents is not None}
-            yield from self._known[model_id].values()
+            told = {name: contents for name, contents in found.items() if contents is not None}
+            self._known[model_id] = told
+            yield from told.values()
         for gone in self._known.keys() - set(models):
             self._known.pop(gone, None)
 

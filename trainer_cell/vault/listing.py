@@ -42,7 +42,7 @@ class Listed:
 
     @property
     def expires(self) -> datetime | None:
-        """When it goes, as its TTL has it now; raises `ValueError` for a manifest whose own says nothing."""
+        """When it goes, as its TTL has it now; only for one without a problem."""
         stated = None if self.manifest is None else self.manifest.expires
         return self.record.expires_over(None if stated is None else moment(stated))
 
@@ -119,8 +119,11 @@ def record_of(vault: Vault, address: CheckpointAddress, version: str) -> Retenti
 def _problem(directory: Path, manifest: Manifest, address: CheckpointAddress, disk: Disk) -> str | None:
     try:
         check_identity(directory, manifest, address)
+        for time in (manifest.created, manifest.expires):
+            if time is not None:
+                moment(time)
         return next(directory_problems(directory, manifest, disk), None)
-    except VaultError as error:
+    except (VaultError, ValueError) as error:
         return str(error)
 
 
