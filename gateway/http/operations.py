@@ -33,6 +33,7 @@ class OperationStatus(BaseModel):
     operation: Operation
     state: FutureState
     progress: Progress | None = Field(description="Of a save, while it runs.")
+    waiting_for: str | None = Field(description="Why it has no turn yet, though it is the first of its model's.")
     result: dict[str, Any] | None = Field(
         description="Once succeeded. Of a save: path, size_bytes, step, iteration, has_optimizer. Of a load: path, "
         "step, iteration, weights_restored, optimizer_restored, scheduler_restored, and a reason where the optimizer "
@@ -49,6 +50,7 @@ def status_of(future: Future) -> OperationStatus:
         operation=future.operation,
         state=future.state,
         progress=None if future.progress is None else _progress(*future.progress),
+        waiting_for=future.waiting_for,
         result=rest_result(future) if future.outcome is not None else None,
         error=None
         if failed is None

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from gateway.scheduling.admission import check_create
 from gateway.scheduling.catalog import Catalog
-from gateway.scheduling.cell_link import CellLink, CellLost
+from gateway.scheduling.cell_link import CellLink, CellLost, Flight
 from gateway.scheduling.futures import Future
 from gateway.scheduling.identity import new_command_id, timestamp
 from gateway.scheduling.loadable import find_loadable
@@ -48,6 +48,26 @@ from trainer_cell.protocol.outcomes import (
 log = logging.getLogger(__name__)
 
 
+class Publishing:
+    """A captured save on its way to the disk."""
+
+    def __init__(self, catalog: Catalog, command: SaveState, hello: Hello, flight: Flight, save: OpenSave) -> None:
+        self._catalog, self._command, self._hello, self._flight, self._save = catalog, command, hello, flight, save
+
+    async def outcome(self) -> Success:
+        """Once it is published. Raises `CommandFailed`, or `CellLost` if the cell went and left no whole version."""
+        try:
+            return await self._flight.outcome()
+        except CellLost:
+            saved = await settle_save(self._catalog.vault, self._command, self._hello.epoch)
+            if saved is None:
+                raise
+            log.warning("the cell was lost while it saved %s, which is complete", saved.version)
+            return saved
+        finally:
+            self._catalog.saves.close(self._save)
+
+
 class Dispatcher:
     """Runs one command at a time.
 
@@ -83,12 +103,10 @@ class Dispatcher:
                 return await self._forward_backward(model, future.request)
             case OptimStepRequest():
                 return await self._optim_step(queue, future, future.request)
-            case SaveRequest():
-                return await self._save(future, future.request, hello)
             case UnloadRequest():
                 return await self._unload(model)
-            case RejectedRequest():
-                raise AssertionError("answered without the cell")
+            case SaveRequest() | RejectedRequest():
+                raise AssertionError("a save is captured, and a rejected request is answered without the cell")
 
     async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:
         check_create(request, hello)
@@ -150,17 +168,32 @@ class Dispatcher:
         queue.window.clear()
         return stepped
 
-    async def _save(self, future: Future, request: SaveRequest, hello: Hello) -> Success:
-        self._residency.touch(future.model_id)
-        command_id = new_command_id()
-        async with self._catalog.saves.opened(future, request, command_id) as saving:
-            return await self._save_opened(saving, request, hello)
+    async def capture(self, future: Future, request: SaveRequest) -> Publishing:
+        """Have the model's state copied for a save; what follows in training does not reach it.
 
-    async def _save_opened(self, saving: OpenSave, request: SaveRequest, hello: Hello) -> Success:
-        future, now = saving.future, datetime.now(UTC)
+        Raises `CommandFailed` or `CellLost`.
+        """
+        hello = self._link.hello
+        if hello is None:
+            raise CellLost("the trainer cell was lost before the command was sent")
+        self._residency.touch(future.model_id)
+        saves = self._catalog.saves
+        save = await saves.open(future, request, new_command_id())
+        try:
+            command = self._save_command(save, hello)
+            flight = await self._link.capture(command, save.note_progress)
+            if flight.answer.done():
+                await flight.outcome()  # a failure before the capture is this call's
+        except BaseException:
+            saves.close(save)
+            raise
+        return Publishing(self._catalog, command, hello, flight, save)
+
+    def _save_command(self, save: OpenSave, hello: Hello) -> SaveState:
+        future, request, now = save.future, save.request, datetime.now(UTC)
         ttl_s = request.ttl_seconds
-        command = SaveState(
-            command_id=saving.command_id,
+        return SaveState(
+            command_id=save.command_id,
             model_id=future.model_id,
             name=request.name,
             kind=request.kind,
@@ -170,16 +203,8 @@ class Dispatcher:
             created=timestamp(now),
             expires=timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
             user_metadata=request.user_metadata,
-            quota=saving.quota,
+            quota=save.quota,
         )
-        try:
-            return await self._link.execute(command, saving.note_progress)
-        except CellLost:
-            saved = await settle_save(self._catalog.vault, command, hello.epoch)
-            if saved is None:
-                raise
-            log.warning("the cell was lost while it saved %s/%s, which is complete", future.model_id, request.name)
-            return saved
 
     async def _unload(self, model: Model) -> Success:
         command = FreeModel(new_command_id(), model.model_id)

@@ -4,8 +4,7 @@ checkpoint that has expired, and that somebody looks after what it replaced."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.scheduling.futures import Future
@@ -22,6 +21,7 @@ class OpenSave:
     """A save under way. quota: for its command. num_bytes: reserved for it, 0 until the cell has told."""
 
     future: Future
+    request: SaveRequest
     command_id: str
     quota: ByteQuota | None = None
     num_bytes: int = 0
@@ -52,23 +52,23 @@ class SaveBook:
         self._clear_name = clear_name
         self._open: list[OpenSave] = []
 
-    @asynccontextmanager
-    async def opened(self, future: Future, request: SaveRequest, command_id: str) -> AsyncIterator[OpenSave]:
-        """Around the command. Raises `CommandFailed` when the disk cannot tell what is used."""
+    async def open(self, future: Future, request: SaveRequest, command_id: str) -> OpenSave:
+        """Before its command; to be closed. Raises `CommandFailed` when the disk cannot tell what is used."""
         await asyncio.to_thread(self._clear_name, future.model_id, request)
-        save = OpenSave(future, command_id)
+        save = OpenSave(future, request, command_id)
         if self.quota_bytes is not None:
             try:
                 save.quota = ByteQuota(await self.used_bytes(future.tenant), self.quota_bytes)
             except StorageFailed as error:
                 raise CommandFailed(ErrorKind.STORAGE_FAILED, str(error)) from error
         self._open.append(save)
-        try:
-            yield save
-        finally:
-            self._open.remove(save)
-            if request.overwrite:
-                self.on_replaced()
+        return save
+
+    def close(self, save: OpenSave) -> None:
+        """It is over, whatever became of it."""
+        self._open.remove(save)
+        if save.request.overwrite:
+            self.on_replaced()
 
     async def used_bytes(self, tenant: str) -> int:
         """On disk, whether a name points at it or not, and of saves under way. Raises `StorageFailed`."""

@@ -68,6 +68,10 @@ def save_model(
     )
 
 
+def bytes_of(model: FakeModel, command: SaveState, hello: Hello) -> int:
+    return sum(len(piece.data) for piece in _pieces(model, command.include_optimizer and not hello.no_save_optim))
+
+
 def load_model(vault: Vault, hello: Hello, command: LoadState) -> tuple[FakeModel, bool]:
     """The model as stored, and whether with its optimizer."""
     directory = vault.version_dir(command.version)

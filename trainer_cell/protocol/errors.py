@@ -33,6 +33,7 @@ class ErrorKind(StrEnum):
     NON_FINITE_STATE = "non_finite_state"
     STORAGE_FAILED = "storage_failed"
     RANK_FAILED = "rank_failed"
+    SAVE_BUFFERS_FULL = "save_buffers_full"
     CELL_LOST = "cell_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
 

@@ -40,6 +40,10 @@ class Slot:
     def num_parameters(self) -> int:
         return self.adapter.num_parameters
 
+    def flat(self, part: str) -> torch.Tensor:
+        """The live buffer of `weight`, `master`, `exp_avg` or `exp_avg_sq`, laid out as `Adapter.begin` says."""
+        return self.adapter.flat if part == "weight" else getattr(self.optimizer, part)
+
     def state(self) -> SlotState:
         views, optimizer = self.adapter.views, self.optimizer
         return SlotState(

@@ -121,29 +121,46 @@ _decoder = msgspec.json.Decoder(Manifest)
 _version_decoder = msgspec.json.Decoder(_Version)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Raises `ValueError` for a manifest that would not read back as it is."""
+def encode_manifest(manifest: Manifest, tensors_text: bytes | None = None) -> bytes:
+    """tensors_text: what `encode_entries` makes of the manifest's tensors, where that is known already and checked.
+
+    Raises `ValueError` for a manifest that would not read back as it is.
+    """
+    if tensors_text is None:
+        raw = _encode(manifest, encode_entries(manifest.tensors))
+        _check_reads_back(manifest, raw)
+    else:
+        raw = _encode(manifest, tensors_text)
+        others = msgspec.structs.replace(manifest, tensors={})
+        _check_reads_back(others, _encode(others, b"{}"))
+    return raw
+
+
+def _encode(manifest: Manifest, tensors_text: bytes) -> bytes:
     lines = []
     for field in Manifest.__struct_fields__[:-1]:
         value = getattr(manifest, field)
-        lines.append(f'  "{field}": '.encode() + (_entries(value) if field in ("tensors", "files") else _json(value)))
+        text = tensors_text if field == "tensors" else encode_entries(value) if field == "files" else _json(value)
+        lines.append(f'  "{field}": '.encode() + text)
     body = b"{\n" + b",\n".join(lines)
-    digest = xxhash.xxh3_128_hexdigest(body)
-    raw = body + f',\n  "manifest_digest": "{digest}"\n}}\n'.encode()
+    return body + f',\n  "manifest_digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
+
+
+def _check_reads_back(manifest: Manifest, raw: bytes) -> None:
     try:
-        same = _decoder.decode(raw) == msgspec.structs.replace(manifest, manifest_digest=digest)
+        read = _decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise ValueError(f"the manifest breaks its own format: {error}") from error
-    if not same:
+    if read != msgspec.structs.replace(manifest, manifest_digest=read.manifest_digest):
         raise ValueError("the manifest holds values that JSON does not keep")
-    return raw
 
 
 def _json(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def _entries(values: Mapping[str, Any]) -> bytes:
+def encode_entries(values: Mapping[str, Any]) -> bytes:
+    """As the manifest's tensors and files are written: JSON, one line for each."""
     if not values:
         return b"{}"
     return b"{\n" + b",\n".join(b"    " + _json(key) + b": " + _json(value) for key, value in values.items()) + b"\n  }"

@@ -212,7 +212,7 @@ def test_a_save_under_way_counts_as_soon_as_its_size_is_known(small: RunningGate
     assert small.cell is not None
     alice = small.alice
     model_id = new_model(alice)
-    hold = small.cell.hold_at_progress("writing")
+    hold = small.cell.hold_next_publish()
     answer = alice.http.post(f"/v1/models/{model_id}/checkpoints", json={"name": "one"})
     hold.wait_reached()
     while not (reserved := alice.get("/v1/retention")["used_bytes"]):
@@ -221,6 +221,22 @@ def test_a_save_under_way_counts_as_soon_as_its_size_is_known(small: RunningGate
     hold.release()
     assert wait(alice, answer.headers["location"])["state"] == "succeeded"
     assert alice.get("/v1/retention")["used_bytes"] == disk_bytes(small.root) > reserved
+
+
+def test_two_saves_under_way_at_once_do_not_both_take_the_last_room(directory: Path) -> None:
+    with running_gateway(directory, quota_bytes=150) as gateway:
+        assert gateway.cell is not None
+        alice = gateway.alice
+        models = [new_model(alice), new_model(alice)]
+        hold = gateway.cell.hold_next_publish()
+        first = alice.http.post(f"/v1/models/{models[0]}/checkpoints", json={"name": "one"})
+        hold.wait_reached()
+        refused = saved(alice, models[1])
+        assert refused["error"]["kind"] == "quota_exceeded"
+        hold.release()
+        assert wait(alice, first.headers["location"])["state"] == "succeeded"
+        assert delete(alice, models[0]).status_code == 204
+        assert saved(alice, models[1])["state"] == "succeeded"
 
 
 def test_without_a_quota_nothing_is_asked_of_the_cell(gateway: RunningGateway) -> None:

@@ -185,7 +185,8 @@ async def test_progress_is_told_while_a_save_runs(link: CellLink, tmp_path: Path
         await within(link.ready.wait())
         await link.execute(CreateModel("one", "model", ADAPTER, 0))
         command = SaveState("two", "model", "n", "weights", False, True, "digest", "2026-01-01T00:00:00Z", None, {})
-        await link.execute(command, said.append)
+        flight = await link.capture(command, said.append)
+        await flight.outcome()
         assert [(progress.command_id, progress.phase) for progress in said] == [
             ("two", "capturing"),
             ("two", "writing"),
