@@ -55,6 +55,7 @@ class Sweeper:
         self._interval_s = interval_s
         self._least_pause_s = min(least_pause_s, interval_s)
         self._wake = asyncio.Event()
+        self._stopped = asyncio.Event()
         self._is_stopping = threading.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -65,9 +66,10 @@ class Sweeper:
     async def stop(self) -> None:
         """The model being collected is finished, the others are left for the next start."""
         self._is_stopping.set()
+        self._stopped.set()
         self._wake.set()
         if self._task is not None:
-            await self._task
+            await asyncio.wait({self._task})
 
     def nudge(self) -> None:
         """There may be something to collect before the interval is over."""
@@ -75,24 +77,12 @@ class Sweeper:
 
     async def _run(self) -> None:
         while not self._is_stopping.is_set():
+            # What is asked for from here on may come too late for this sweep.
+            self._wake.clear()
             self.last = await asyncio.to_thread(self._sweep)
             _log_sweep(self.last)
-            await self._pause()
-
-    async def _pause(self) -> None:
-        if not self._is_stopping.is_set():
-            self._wake.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._interval_s)
-        if not self._is_stopping.is_set():
-            self._wake.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wait_for_stop(), self._least_pause_s)
-
-    async def _wait_for_stop(self) -> None:
-        while not self._is_stopping.is_set():
-            await self._wake.wait()
-            self._wake.clear()
+            await _within(self._least_pause_s, self._stopped)
+            await _within(self._interval_s - self._least_pause_s, self._wake)
 
     def _sweep(self) -> Sweep:
         try:
@@ -107,6 +97,11 @@ class Sweeper:
         if not task.cancelled() and task.exception() is not None:
             log.critical("the sweeper ended by a bug", exc_info=task.exception())
             self.on_crash()
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
 
 
 def _log_sweep(sweep: Sweep) -> None:

@@ -84,7 +84,7 @@ class ModelRecovery:
             self._good[version] = contents
             self._owner = self._owner or contents.tenant_digest
         except CheckpointDamaged as damage:
-            self._bad[version] = str(damage)
+            self._bad[version] = damage.what if damage.path.name == str(version) else str(damage)
             self._owner = self._owner or self._owner_of(version)
         except UnsupportedFormat:
             self._untold.add(version)

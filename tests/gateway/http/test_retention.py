@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -14,10 +15,11 @@ import pytest
 from tests.gateway.http.running import Client, RunningGateway, running_gateway
 from tests.gateway.http.test_rest import new_model, wait, write
 from trainer_cell.protocol.commands import LoadState, SaveState
+from trainer_cell.vault.deletion import doom
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName
 from trainer_cell.vault.manifest import MANIFEST_NAME, encode_manifest, read_manifest
 from trainer_cell.vault.retention import Rules
-from trainer_cell.vault.retention_record import RetentionRecord, write_records
+from trainer_cell.vault.retention_record import NO_RECORD, RetentionRecord, write_records
 
 QUOTA = 40_000
 
@@ -295,3 +297,67 @@ def test_a_sweep_leaves_a_checkpoint_that_is_being_loaded(directory: Path) -> No
         assert wait(alice, answer.headers["location"])["state"] == "succeeded"
         while list(gateway.root.glob("*/.versions/*")):
             time.sleep(0.02)
+
+
+def test_checkpoints_outlive_their_model_and_session_and_only_a_deletion_takes_them(directory: Path) -> None:
+    with running_gateway(directory, rules=Rules(replaced_grace_s=0), sweep_interval_s=0.02) as gateway:
+        alice = gateway.alice
+        session = alice.session()
+        model_id = alice.new_model(session)
+        assert "path" in alice.run("save_weights", model_id=model_id, seq_id=1, path="a")
+        alice.run("unload_model", model_id=model_id)
+        alice.http.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}}).raise_for_status()
+        after = swept(alice, swept(alice)["ended"])
+        assert after["removed"] == []
+        path = f"tinker://{model_id}/weights/a"
+        made = alice.run("load_weights", session_id=alice.session(), model_seq_id=0, path=path, optimizer=True)
+        assert made["optimizer_restored"] is True
+
+
+def test_a_version_removed_by_hand_is_told_clearly_and_settled_by_the_next_start(directory: Path) -> None:
+    with running_gateway(directory, rules=Rules()) as gateway:
+        alice = gateway.alice
+        model_id = new_model(alice)
+        saved(alice, model_id, "gone")
+        saved(alice, model_id, "older")
+        saved(alice, model_id, "older", overwrite=True)
+        for name in ("gone", "older"):
+            version = Vault(gateway.root).resolve(CheckpointAddress(model_id, "weights", name))
+            shutil.rmtree(gateway.root / (version or ""))
+        assert listed(alice) == {}
+        path = f"tinker://{model_id}/weights/gone"
+        assert alice.post("weights_info", tinker_path=path).json()["type"] == "checkpoint_unreadable"
+        failed = write(alice, "POST", f"/v1/models/{model_id}/load", {"path": path, "load_optimizer": True})
+        assert failed["error"]["kind"] == "checkpoint_corrupt"
+        swept(alice)
+    with running_gateway(directory, rules=Rules()) as gateway:
+        alice = gateway.alice
+        (entry,) = listed(alice).values()
+        assert entry["name"] == "older"
+        assert "is missing" in entry["note"]
+        told = {one["what"] for one in alice.get("/v1/retention")["recovered"]}
+        assert told == {"repaired", "unnamed"}
+        assert gateway.bob.get("/v1/retention")["recovered"] == []
+        assert alice.post("weights_info", tinker_path=path).status_code == 404
+        assert delete(alice, model_id, "gone").status_code == 404
+        assert delete(alice, model_id, "older").status_code == 204
+        assert list(gateway.root.glob("*/.versions/*")) == []
+
+
+def test_a_deletion_cut_short_is_ended_by_the_next_start_and_stays_ended(directory: Path) -> None:
+    for at, name in enumerate(("a", "b")):
+        with running_gateway(directory, rules=Rules()) as gateway:
+            alice = gateway.alice
+            model_id = new_model(alice)
+            saved(alice, model_id, name)
+            vault = Vault(gateway.root)
+            address = CheckpointAddress(model_id, "weights", name)
+            version = VersionName.parse((vault.resolve(address) or "").rpartition("/")[2])
+            assert version is not None
+            doom(vault, address, {version: NO_RECORD}, "deleted")
+            if at:
+                vault.public_path(address).unlink()
+        with running_gateway(directory, rules=Rules()) as gateway:
+            assert listed(gateway.alice) == {}
+            assert delete(gateway.alice, model_id, name).status_code == 404
+            assert list(gateway.root.glob("*/.versions/*")) == []
