@@ -20,6 +20,7 @@ from gateway.http import (
     models,
     rest,
     rest_reading,
+    retention,
     runs,
     sessions,
     training,
@@ -30,16 +31,19 @@ from gateway.http.describe import document
 from gateway.http.limits import BodyLimit, Limits
 from gateway.scheduling.errors import Refused
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.sweeper import Sweeper
 from trainer_cell.vault.errors import VaultError
 
 # Of the plain REST face, as its paths have it; the SDK's routes follow the SDK.
 API_VERSION = "1"
-_ROUTED = (health, rest, rest_reading, sessions, models, training, checkpoints, runs, futures)
+_ROUTED = (health, rest, rest_reading, sessions, models, training, checkpoints, retention, runs, futures)
 
 
-def create_app(scheduler: Scheduler, keys: Mapping[str, str], limits: Limits | None = None) -> FastAPI:
-    """keys: API key → tenant. The scheduler is started and stopped with the application."""
-    gateway = Gateway(scheduler, limits or Limits())
+def create_app(
+    scheduler: Scheduler, keys: Mapping[str, str], limits: Limits | None = None, sweeper: Sweeper | None = None
+) -> FastAPI:
+    """keys: API key → tenant. Scheduler and sweeper are started and stopped with the application."""
+    gateway = Gateway(scheduler, limits or Limits(), sweeper)
     app = FastAPI(
         title="cellgate",
         version=API_VERSION,
@@ -66,7 +70,11 @@ def create_app(scheduler: Scheduler, keys: Mapping[str, str], limits: Limits | N
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    await app.state.gateway.scheduler.start()
+    gateway: Gateway = app.state.gateway
+    await gateway.scheduler.start()
+    if gateway.sweeper is not None:
+        gateway.scheduler.catalog.saves.on_replaced = gateway.sweeper.nudge
+        gateway.sweeper.start()
     yield
     await stop(app)
 
@@ -78,6 +86,8 @@ async def stop(app: FastAPI) -> None:
         return
     gateway.stopping.set()
     await gateway.scheduler.stop(gateway.limits.stop_grace_s)
+    if gateway.sweeper is not None:
+        await gateway.sweeper.stop()
 
 
 class Server(uvicorn.Server):

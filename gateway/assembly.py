@@ -20,10 +20,13 @@ from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.sweeper import Sweeper, log_recovery
 from gateway.settings import GatewayProcessSettings
 from gateway.state_directory import StateDirectory, StateUnusable
+from trainer_cell.vault.collect import Collector
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
+from trainer_cell.vault.startup import RecoveryReport, recover
 
 # What is still under way when the scheduler has stopped are answers being sent.
 _LAST_ANSWERS_S = 3
@@ -39,13 +42,16 @@ def run(settings: GatewayProcessSettings) -> int:
         socket_path = settings.gateway_socket or state.socket_path()
         vault.create()
         with vault.lock():
+            # Before the port answers: nobody is shown a checkpoint that is not settled.
+            recovered = recover(vault)
+            log_recovery(recovered)
             listener = _listener(settings)
             if settings.listen_fd is None:
                 # Nobody supervises this process, so nobody else tells.
                 sys.stdout.write(f"cellgate gateway {url_of(settings.host, listener)} cell socket {socket_path}\n")
                 sys.stdout.flush()
-            catalog = Catalog(vault, tenant_digester(secret))
-            return asyncio.run(_serve(settings, CellLink(socket_path), catalog, keys, listener))
+            catalog = Catalog(vault, tenant_digester(secret), settings.tenant_quota_bytes)
+            return asyncio.run(_serve(settings, CellLink(socket_path), catalog, recovered, keys, listener))
     except (StateUnusable, VaultError, OSError) as error:
         sys.stderr.write(f"cellgate: {error}\n")
         return 1
@@ -77,6 +83,7 @@ async def _serve(
     settings: GatewayProcessSettings,
     link: CellLink,
     catalog: Catalog,
+    recovered: RecoveryReport,
     keys: dict[str, str],
     listener: socket.socket,
 ) -> int:
@@ -85,7 +92,9 @@ async def _serve(
 
     scheduler = Scheduler(link, catalog, on_crash=on_crash)
     limits = Limits(max_body_bytes=settings.max_body_mb << 20, stop_grace_s=settings.stop_grace_s)
-    app = create_app(scheduler, keys, limits)
+    collector = Collector(catalog.vault, settings.rules, catalog.inventory)
+    sweeper = Sweeper(catalog.vault, collector, settings.sweep_interval_s, recovered, on_crash=on_crash)
+    app = create_app(scheduler, keys, limits, sweeper)
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -68,7 +68,11 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
     gateway = [python, "-m", "gateway", "--state", str(settings.state), "--checkpoints", str(settings.checkpoint_root)]
     gateway += ["--gateway-socket", str(gateway_socket), "--host", settings.host, "--port", str(port_of(listener))]
     gateway += ["--max-body-mb", str(settings.max_body_mb), "--stop-grace-s", str(settings.stop_grace_s / 2)]
-    gateway += ["--listen-fd", str(listener.fileno())]
+    gateway += ["--replaced-grace-s", str(settings.replaced_grace_s), "--sweep-interval-s"]
+    gateway += [str(settings.sweep_interval_s), "--listen-fd", str(listener.fileno())]
+    for name in ("keep_last", "keep_every", "tenant_quota_gb"):
+        if (value := getattr(settings, name)) is not None:
+            gateway += [f"--{name.replace('_', '-')}", str(value)]
     return Plan(
         gateway=gateway,
         prepare=[

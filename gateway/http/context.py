@@ -11,14 +11,16 @@ from starlette.requests import Request
 
 from gateway.http.limits import Limits
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.sweeper import Sweeper
 
 
 @dataclass
 class Gateway:
-    """stopping: set when the gateway begins to go down, which ends every wait."""
+    """stopping: set when the gateway begins to go down, which ends every wait. sweeper: None where nobody collects."""
 
     scheduler: Scheduler
     limits: Limits
+    sweeper: Sweeper | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -61,6 +61,8 @@ class CheckpointStatus(BaseModel):
     size_bytes: int
     created: datetime
     expires: datetime | None
+    is_pinned: bool = Field(description="Kept from TTL, rules, deletion and overwriting.")
+    note: str | None = Field(description="What its owner should know: that a start of the service repaired the name.")
     user_metadata: dict[str, str]
 
 
@@ -115,11 +117,11 @@ async def list_checkpoints(
     else:
         entries = await entries_of(gateway, tenant, model_id)
     return CheckpointList(
-        checkpoints=[_checkpoint(entry) for entry in entries[offset : offset + limit]], total=len(entries)
+        checkpoints=[checkpoint_status(entry) for entry in entries[offset : offset + limit]], total=len(entries)
     )
 
 
-def _checkpoint(entry: Entry) -> CheckpointStatus:
+def checkpoint_status(entry: Entry) -> CheckpointStatus:
     manifest = entry.manifest
     return CheckpointStatus(
         path=entry.uri,
@@ -134,5 +136,7 @@ def _checkpoint(entry: Entry) -> CheckpointStatus:
         size_bytes=entry.size_bytes,
         created=entry.created,
         expires=entry.expires,
+        is_pinned=entry.record.pinned,
+        note=entry.record.note,
         user_metadata=manifest.user_metadata,
     )

@@ -10,7 +10,7 @@ from gateway.scheduling.admission import check_create
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink, CellLost, Flight
 from gateway.scheduling.futures import Future
-from gateway.scheduling.identity import new_command_id
+from gateway.scheduling.identity import new_command_id, timestamp
 from gateway.scheduling.loadable import find_loadable
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.models import Model
@@ -25,6 +25,7 @@ from gateway.scheduling.requests import (
     UnloadRequest,
 )
 from gateway.scheduling.residency import Residency
+from gateway.scheduling.saving import OpenSave
 from gateway.scheduling.settlement import settle_save
 from trainer_cell.protocol.commands import (
     CreateModel,
@@ -43,7 +44,6 @@ from trainer_cell.protocol.outcomes import (
     StateLoaded,
     Success,
 )
-from trainer_cell.vault.layout import Vault
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +51,21 @@ log = logging.getLogger(__name__)
 class Publishing:
     """A captured save on its way to the disk."""
 
-    def __init__(self, vault: Vault, command: SaveState, hello: Hello, flight: Flight) -> None:
-        self._vault, self._command, self._hello, self._flight = vault, command, hello, flight
+    def __init__(self, catalog: Catalog, command: SaveState, hello: Hello, flight: Flight, save: OpenSave) -> None:
+        self._catalog, self._command, self._hello, self._flight, self._save = catalog, command, hello, flight, save
 
     async def outcome(self) -> Success:
         """Once it is published. Raises `CommandFailed`, or `CellLost` if the cell went and left no whole version."""
         try:
             return await self._flight.outcome()
         except CellLost:
-            saved = await settle_save(self._vault, self._command, self._hello.epoch)
+            saved = await settle_save(self._catalog.vault, self._command, self._hello.epoch)
             if saved is None:
                 raise
             log.warning("the cell was lost while it saved %s, which is complete", saved.version)
             return saved
+        finally:
+            self._catalog.saves.close(self._save)
 
 
 class Dispatcher:
@@ -175,26 +177,33 @@ class Dispatcher:
         if hello is None:
             raise CellLost("the trainer cell was lost before the command was sent")
         self._residency.touch(future.model_id)
-        command = self._save_command(future, request, hello)
-        flight = await self._link.capture(command, future.note_progress)
-        if flight.answer.done():
-            await flight.outcome()  # a failure before the capture is this call's
-        return Publishing(self._catalog.vault, command, hello, flight)
+        saves = self._catalog.saves
+        save = await saves.open(future, request, new_command_id())
+        try:
+            command = self._save_command(save, hello)
+            flight = await self._link.capture(command, save.note_progress)
+            if flight.answer.done():
+                await flight.outcome()  # a failure before the capture is this call's
+        except BaseException:
+            saves.close(save)
+            raise
+        return Publishing(self._catalog, command, hello, flight, save)
 
-    def _save_command(self, future: Future, request: SaveRequest, hello: Hello) -> SaveState:
-        now = datetime.now(UTC)
+    def _save_command(self, save: OpenSave, hello: Hello) -> SaveState:
+        future, request, now = save.future, save.request, datetime.now(UTC)
         ttl_s = request.ttl_seconds
         return SaveState(
-            command_id=new_command_id(),
+            command_id=save.command_id,
             model_id=future.model_id,
             name=request.name,
             kind=request.kind,
             overwrite=request.overwrite,
             include_optimizer=request.kind == "weights" and not hello.no_save_optim,
             tenant_digest=self._catalog.tenant_digest(future.tenant),
-            created=_timestamp(now),
-            expires=_timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
+            created=timestamp(now),
+            expires=timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
             user_metadata=request.user_metadata,
+            quota=save.quota,
         )
 
     async def _unload(self, model: Model) -> Success:
@@ -225,7 +234,3 @@ class Dispatcher:
     def _now_resident(self, model: Model) -> None:
         self._residency.touch(model.model_id)
         model.state, model.trouble = "ready", None
-
-
-def _timestamp(moment: datetime) -> str:
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

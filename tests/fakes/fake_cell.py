@@ -18,7 +18,7 @@ from typing import NoReturn, Self
 import msgspec
 
 from tests.fakes.fake_slots import FakeSlots
-from tests.fakes.fake_vault import WatchedDisk, save_model
+from tests.fakes.fake_vault import WatchedDisk, bytes_of, save_model
 from trainer_cell.protocol.commands import (
     PROTOCOL_VERSION,
     Command,
@@ -305,5 +305,5 @@ class FakeCell:
             self._num_publishing -= 1
             self._say(outcome)
 
-        self._say(Progress(command.command_id, "writing", 0, 1))
+        self._say(Progress(command.command_id, "writing", 0, bytes_of(captured, command, self._hello)))
         threading.Thread(target=publish, name="fake publish", daemon=True).start()

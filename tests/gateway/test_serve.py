@@ -16,6 +16,7 @@ from gateway.settings import GatewayProcessSettings, ServeSettings
 from gateway.state_directory import StateDirectory
 from gateway.supervisor import Plan
 from trainer_cell.settings import CellSettings
+from trainer_cell.vault.retention import Rules
 
 SECRET = "tml-very-secret"
 
@@ -59,7 +60,8 @@ def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: so
         "/cache",
     ]
     given += ["--no-load-optim", "--no-save-optim", "--deterministic", "--max-body-mb", "5", "--checkpoints", "/disk"]
-    given += ["--recompute"]
+    given += ["--recompute", "--keep-last", "3", "--keep-every", "100", "--replaced-grace-s", "60"]
+    given += ["--sweep-interval-s", "5", "--tenant-quota-gb", "1.5"]
     plan = planned(parsed(tmp_path, *given), listener)
     cell = cell_settings(plan)
     assert (cell.base_model, cell.cache, cell.checkpoints) == ("/prepared", Path("/cache"), Path("/disk"))
@@ -74,12 +76,16 @@ def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: so
     assert (gateway.state, gateway.checkpoint_root, gateway.max_body_mb) == (tmp_path, Path("/disk"), 5)
     assert gateway.gateway_socket == cell.gateway_socket == tmp_path / "run/cell.sock"
     assert gateway.listen_fd == listener.fileno()
+    assert gateway.rules == Rules(replaced_grace_s=60, keep_last=3, keep_every=100)
+    assert (gateway.sweep_interval_s, gateway.tenant_quota_bytes) == (5, 1_500_000_000)
 
 
 def test_what_was_not_given_is_the_cells_to_decide(tmp_path: Path, listener: socket.socket) -> None:
     cell = cell_settings(planned(parsed(tmp_path), listener))
     assert (cell.dtype, cell.deterministic) == (None, None)
     assert (cell.no_load_optim, cell.no_save_optim, cell.recompute) == (False, False, False)
+    gateway = CliApp.run(GatewayProcessSettings, cli_args=planned(parsed(tmp_path), listener).gateway[3:])
+    assert (gateway.rules, gateway.tenant_quota_bytes) == (Rules(), None)
 
 
 def test_keys_are_on_no_command_line_and_not_in_the_cell(

@@ -39,6 +39,8 @@ def save_slot(context: SaveContext, slot: Slot, command: SaveState, say: Callabl
     """
     include_optimizer = command.include_optimizer and not context.no_save_optim
     plan = context.plans.plan(slot.adapter, include_optimizer)
+    if command.quota is not None:
+        command.quota.check(plan.num_bytes)  # the same on all ranks
     captured = Captured.of(slot, include_optimizer)
     buffer = _capture(context.publishing, plan, slot)
     say(Progress(command.command_id, "writing", 0, plan.num_bytes))

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+
 PROTOCOL_VERSION = 1
 
 DType = Literal["float32", "int64"]
@@ -89,11 +91,28 @@ class DiscardGradients(_Command, frozen=True, tag="discard_gradients"):
     """Clear the accumulated gradients and change nothing else."""
 
 
-class SaveState(_Command, frozen=True, tag="save_state"):
+class ByteQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of checkpoints that a tenant has (those replaced, and saves under way, among them) and may have."""
+
+    used: int
+    limit: int
+
+    def check(self, num_bytes: int) -> None:
+        """Raises `CommandFailed` (QUOTA_EXCEEDED) when so many bytes of tensors do not fit; their description, which is
+        small and not known before, is counted once it is there."""
+        if self.used + num_bytes > self.limit:
+            raise CommandFailed(
+                ErrorKind.QUOTA_EXCEEDED,
+                f"this checkpoint needs {num_bytes} bytes; {self.used} of the {self.limit} bytes allowed are used, "
+                "replaced versions that still have their grace among them: delete checkpoints to make room",
+            )
+
+
+class SaveState(_Command, frozen=True, omit_defaults=True, tag="save_state"):
     """Publish a checkpoint of the model under `<root>/<model_id>/<kind>/<name>`.
 
     include_optimizer: False leaves masters and moments out (the weights then carry the state alone).
-    created / expires: UTC, ISO 8601 with `Z`.
+    created / expires: UTC, ISO 8601 with `Z`. quota: None where the tenant has none.
     """
 
     name: str
@@ -104,6 +123,7 @@ class SaveState(_Command, frozen=True, tag="save_state"):
     created: str
     expires: str | None
     user_metadata: dict[str, str]
+    quota: ByteQuota | None = None
 
 
 class LoadState(_Command, frozen=True, tag="load_state"):
