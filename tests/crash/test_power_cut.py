@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
+from tests.crash.aftermath import crashed_delete, crashed_overwrite, overwritten, unanswered_overwrite
 from tests.crash.power import STRATEGIES, Log, PoweredDisk, Strategy, Wrote
 from tests.crash.workload import (
     ADDRESS,
@@ -25,15 +25,12 @@ from tests.crash.workload import (
     State,
     Violation,
     check_recovery,
-    cut_small_chunks,
     pieces,
     prepared,
     save,
     states,
 )
 from tests.crash.wrong_orders import SyncedTooEarly, reference_save
-from tests.trainer_cell.vault.disks import Crash, UnsyncedDisk
-from trainer_cell.vault import manifest, shard_file
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.listing import delete_checkpoint
 from trainer_cell.vault.publish import abandon, begin, sweep_staging
@@ -41,25 +38,6 @@ from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.shard_file import write_shard
 
 SAME_MODEL = CheckpointAddress(ADDRESS.model_id, "weights", "m")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    before = cut_small_chunks()
-    yield
-    manifest.CHUNK_SIZE = shard_file.CHUNK_SIZE = before
-
-
-class DyingDisk(UnsyncedDisk):
-    """Its process dies where a name is about to be changed."""
-
-    def __init__(self, at: str) -> None:
-        self._at = at
-
-    def call(self, operation, path, act):  # type: ignore[no-untyped-def]
-        if operation == self._at and path.parent.name == "weights":
-            raise Crash(operation)
-        return super().call(operation, path, act)
 
 
 @dataclass(frozen=True)
@@ -72,25 +50,6 @@ class Scenario:
     after: State
     pending: Pending | None = None
     others: tuple[CheckpointAddress, ...] = (BYSTANDER,)
-
-
-def _crashed_overwrite(root: Path) -> None:
-    """A frozen version that no name points at, a temporary link, and a staging directory."""
-    vault = prepared(root, overwrite=True)
-    begin(vault, ADDRESS, True, NUM_BYTES, "OTHER")
-    for at in ("symlink", "rename"):
-        with pytest.raises(Crash):
-            save(Vault(root, DyingDisk(at)), NEW, overwrite=True, command=COMMAND if at == "rename" else "c-before")
-
-
-def _crashed_delete(root: Path) -> None:
-    class Dying(UnsyncedDisk):
-        def remove_tree(self, path: Path) -> NoReturn:
-            raise Crash("rmdir")
-
-    _overwritten(root)
-    with pytest.raises(Crash):
-        delete_checkpoint(Vault(root, Dying()), ADDRESS)
 
 
 def _boot_and_save(vault: Vault) -> None:
@@ -109,10 +68,6 @@ def _give_up(vault: Vault) -> None:
     staging = begin(vault, ADDRESS, True, NUM_BYTES, "EPOCH1")
     write_shard(staging, "rank00000.safetensors", pieces(NEW))
     abandon(staging)
-
-
-def _overwritten(root: Path) -> None:
-    save(prepared(root, overwrite=True), OLD, overwrite=True)
 
 
 FIRST, REPLACING = Pending(ADDRESS, NEW, False), Pending(ADDRESS, NEW, True)
@@ -136,11 +91,12 @@ SCENARIOS = {
         OLD, NEW, REPLACING,
     ),
     "a save that is given up": Scenario(lambda root: prepared(root, overwrite=True), _give_up, OLD, OLD),
-    "a delete": Scenario(_overwritten, lambda vault: delete_checkpoint(vault, ADDRESS), OLD, None),
+    "a delete": Scenario(overwritten, lambda vault: delete_checkpoint(vault, ADDRESS), OLD, None),
     "a delete of what a delete has left": Scenario(
-        _crashed_delete, lambda vault: delete_checkpoint(vault, ADDRESS), None, None
+        crashed_delete, lambda vault: delete_checkpoint(vault, ADDRESS), None, None
     ),
-    "a recovery": Scenario(_crashed_overwrite, _recover, OLD, NEW, REPLACING),
+    "a recovery": Scenario(crashed_overwrite, _recover, OLD, NEW, REPLACING),
+    "a recovery of what was not answered": Scenario(unanswered_overwrite, _recover, NEW, NEW, REPLACING),
 }  # fmt: skip
 
 
@@ -161,11 +117,11 @@ class Sweep:
     seen: set[State] = field(default_factory=set)
 
 
-def sweep(scenario: Scenario, log: Log, scratch: Path, strategies: Sequence[Strategy], seed: int) -> Sweep:
+def sweep(scenario: Scenario, log: Log, disks: Path, strategies: Sequence[Strategy], seed: int) -> Sweep:
     """Cut the power after each change, boot on what is left. Disks that look alike are looked at once."""
     done = Sweep()
     known: set[object] = set()
-    scratch.mkdir()
+    disks.mkdir()
     for at in range(log.base, len(log.changes) + 1):
         is_acknowledged = bool(log.said_before(at))
         allowed = states([scenario.after] if is_acknowledged else [scenario.before, scenario.after], scenario.others)
@@ -176,7 +132,7 @@ def sweep(scenario: Scenario, log: Log, scratch: Path, strategies: Sequence[Stra
             if look in known:
                 continue
             known.add(look)
-            top = scratch / str(done.disks)
+            top = disks / str(done.disks)
             done.disks += 1
             image.write(top)
             try:
@@ -188,9 +144,9 @@ def sweep(scenario: Scenario, log: Log, scratch: Path, strategies: Sequence[Stra
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_power_cut_after_any_change_leaves_what_was_acknowledged_and_nothing_mixed(tmp_path: Path, name: str) -> None:
+def test_a_power_cut_after_any_change_leaves_what_was_acknowledged_and_nothing_mixed(scratch: Path, name: str) -> None:
     scenario = SCENARIOS[name]
-    done = sweep(scenario, record(scenario, tmp_path / "recorded"), tmp_path / "disks", STRATEGIES, seed=0)
+    done = sweep(scenario, record(scenario, scratch / "recorded"), scratch / "disks", STRATEGIES, seed=0)
     assert done.violations == []
     assert {scenario.after} <= done.seen <= {scenario.before, scenario.after}
     assert done.points > 50
@@ -199,16 +155,16 @@ def test_a_power_cut_after_any_change_leaves_what_was_acknowledged_and_nothing_m
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 9))
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_whatever_part_of_the_unsynced_a_power_cut_takes(tmp_path: Path, name: str, seed: int) -> None:
+def test_whatever_part_of_the_unsynced_a_power_cut_takes(scratch: Path, name: str, seed: int) -> None:
     scenario = SCENARIOS[name]
-    log = record(scenario, tmp_path / "recorded")
+    log = record(scenario, scratch / "recorded")
     by_chance: tuple[Strategy, ...] = ("part of the journal", "part of each directory", "anything")
-    assert sweep(scenario, log, tmp_path / "disks", by_chance * 4, seed).violations == []
+    assert sweep(scenario, log, scratch / "disks", by_chance * 4, seed).violations == []
 
 
-def test_several_writes_make_a_shard_so_that_a_cut_comes_between_them(tmp_path: Path) -> None:
+def test_several_writes_make_a_shard_so_that_a_cut_comes_between_them(scratch: Path) -> None:
     scenario = SCENARIOS["a model's first save"]
-    log = record(scenario, tmp_path / "recorded")
+    log = record(scenario, scratch / "recorded")
     writes = Counter(change.node for change in log.changes[log.base :] if isinstance(change, Wrote))
     assert max(writes.values()) > NUM_BYTES // 4096
 
@@ -221,10 +177,10 @@ REFERENCE = {
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_reference_order_is_caught_losing_what_it_acknowledged_and_publishing_what_is_damaged(
-    tmp_path: Path, overwrite: bool
+    scratch: Path, overwrite: bool
 ) -> None:
     scenario = REFERENCE[overwrite]
-    done = sweep(scenario, record(scenario, tmp_path / "recorded"), tmp_path / "disks", STRATEGIES, seed=0)
+    done = sweep(scenario, record(scenario, scratch / "recorded"), scratch / "disks", STRATEGIES, seed=0)
     found = "\n".join(done.violations)
     assert "is published and damaged" in found
     assert f"holds {scenario.before}, not one of ['{NEW}']" in found
@@ -243,26 +199,26 @@ NEEDED_SYNCS: dict[str, Callable[[Path], bool]] = {
 
 
 @pytest.mark.parametrize("which", NEEDED_SYNCS)
-def test_a_single_sync_left_out_is_caught(tmp_path: Path, which: str) -> None:
+def test_a_single_sync_left_out_is_caught(scratch: Path, which: str) -> None:
     def on(top: Path) -> PoweredDisk:
         return PoweredDisk(top, ignores=lambda operation, path: NEEDED_SYNCS[which](path))
 
     scenario = SCENARIOS["the first save of all"]
-    log = record(scenario, tmp_path / "recorded", on)
-    assert sweep(scenario, log, tmp_path / "disks", STRATEGIES, seed=0).violations != []
+    log = record(scenario, scratch / "recorded", on)
+    assert sweep(scenario, log, scratch / "disks", STRATEGIES, seed=0).violations != []
 
 
-def test_a_delete_whose_names_are_not_synced_is_caught(tmp_path: Path) -> None:
+def test_a_delete_whose_names_are_not_synced_is_caught(scratch: Path) -> None:
     def on(top: Path) -> PoweredDisk:
         return PoweredDisk(top, ignores=lambda operation, path: path.name == "weights")
 
     scenario = SCENARIOS["a delete"]
-    log = record(scenario, tmp_path / "recorded", on)
-    assert sweep(scenario, log, tmp_path / "disks", STRATEGIES, seed=0).violations != []
+    log = record(scenario, scratch / "recorded", on)
+    assert sweep(scenario, log, scratch / "disks", STRATEGIES, seed=0).violations != []
 
 
-def test_data_written_after_its_sync_is_caught(tmp_path: Path) -> None:
+def test_data_written_after_its_sync_is_caught(scratch: Path) -> None:
     scenario = SCENARIOS["an overwrite"]
-    log = record(scenario, tmp_path / "recorded", SyncedTooEarly)
-    found = "\n".join(sweep(scenario, log, tmp_path / "disks", STRATEGIES, seed=0).violations)
+    log = record(scenario, scratch / "recorded", SyncedTooEarly)
+    found = "\n".join(sweep(scenario, log, scratch / "disks", STRATEGIES, seed=0).violations)
     assert "is published and damaged" in found

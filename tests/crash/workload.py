@@ -7,7 +7,8 @@ save it has read, and whether anything of another is mixed into it.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -54,11 +55,15 @@ def demand(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-def cut_small_chunks() -> int:
-    """From here on 18 KB are several chunks; what a chunk was before. A file's record says what its chunks are."""
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """Inside, 18 KB are several chunks. A file's record says what its chunks are, so readers need not be told."""
     before = manifests.CHUNK_SIZE
     manifests.CHUNK_SIZE = shard_file.CHUNK_SIZE = 4096
-    return before
+    try:
+        yield
+    finally:
+        manifests.CHUNK_SIZE = shard_file.CHUNK_SIZE = before
 
 
 @lru_cache(maxsize=4096)

@@ -140,8 +140,9 @@ class Vault:
         A full disk is a reason only for a root that is new: one that holds checkpoints serves them, and lets its
         tenants delete some, while saves fail.
         """
-        is_new = not self.staging_root.exists()
+        is_new = True
         try:
+            is_new = not self.staging_root.exists()
             missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
             self.make_durable(*reversed(missing), self.staging_root)
             free = self.disk.free_bytes(self.root)

@@ -14,11 +14,12 @@ import xxhash
 
 from trainer_cell.vault.cover import directory_problems, fits, index_problems
 from trainer_cell.vault.disk import LOCAL_DISK, Disk
-from trainer_cell.vault.errors import CheckpointDamaged, NotThere, TensorsDisagree, VaultError
+from trainer_cell.vault.errors import CheckpointDamaged, NotThere, TensorsDisagree, UnsupportedFormat, VaultError
 from trainer_cell.vault.manifest import ITEM_BYTES, FileRecord, Manifest, PieceRecord, TensorDType, read_manifest
 from trainer_cell.vault.region import Region, copy_overlap
 
 _MOST_PROBLEMS_TOLD = 20
+_WRONG = (CheckpointDamaged, UnsupportedFormat)
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class _HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def verify_version(version_dir: Path, deep: bool = True, disk: Disk = LOCAL_DISK) -> list[str]:
+def verify_version(
+    version_dir: Path, deep: bool = True, disk: Disk = LOCAL_DISK, unreadable_is_wrong: bool = True
+) -> list[str]:
     """Everything wrong with a version, each problem naming file, tensor or field; empty when it is good.
 
     Not deep: the manifest, and the shards' presence and sizes. Deep: also the index, and every byte of the shards.
+    unreadable_is_wrong: whether a disk that fails to answer is one more problem; otherwise `StorageFailed` is raised.
     """
     problems: list[str] = []
+    told = VaultError if unreadable_is_wrong else _WRONG
     try:
         manifest = read_manifest(version_dir, disk)
         problems += directory_problems(version_dir, manifest, disk)
@@ -54,19 +59,21 @@ def verify_version(version_dir: Path, deep: bool = True, disk: Disk = LOCAL_DISK
             problems += index_problems(manifest)
         if deep and not problems:
             for name in manifest.files:
-                problems += _shard_problems(version_dir / name, manifest, disk)
-    except VaultError as error:
+                problems += _shard_problems(version_dir / name, manifest, disk, told)
+    except told as error:
         problems.append(str(error))
     return problems
 
 
-def _shard_problems(path: Path, manifest: Manifest, disk: Disk) -> Iterator[str]:
+def _shard_problems(
+    path: Path, manifest: Manifest, disk: Disk, told: type[VaultError] | tuple[type[VaultError], ...]
+) -> Iterator[str]:
     record = manifest.files[path.name]
     try:
         _read_shard(path, record, [(0, record.size, None)], disk)
         if _read_header(path, record, disk) != _expected_header(path.name, manifest):
             yield f"file {path.name}: the safetensors header does not agree with the manifest"
-    except VaultError as error:
+    except told as error:
         yield f"file {error}"
 
 
