@@ -14,9 +14,11 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.crash.churn import churn
 from tests.crash.workload import ADDRESS, COMMAND, NEW, NEXT_EPOCH, contents, save, small_chunks, state_of
 from trainer_cell.vault.errors import CheckpointDamaged, VaultError
 from trainer_cell.vault.layout import CheckpointAddress, Vault
@@ -62,6 +64,8 @@ def act(job: dict[str, Any]) -> object:
         return delete_checkpoint(vault, ADDRESS)
     if job["action"] == "list":
         return [entry.address.uri for entry in list_checkpoints(vault)]
+    if job["action"] == "churn":
+        return churn(vault, Path(job["book"]), job["epoch"], job["seed"])
     assert job["action"] == "recover"
     vault.create()
     sweep_staging(vault)
@@ -94,7 +98,8 @@ def run(job: dict[str, Any]) -> None:
     os.close(out)
     say(str(child))
     sys.stdin.readline()
-    os.write(open_gate, b"!")
+    with suppress(BrokenPipeError):  # killed already
+        os.write(open_gate, b"!")
     os.close(open_gate)
     with open(back, "rb") as heard:
         said = heard.read()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,29 @@ class Driver:
 
     def run(self, job: Mapping[str, object], *inject: str) -> dict[str, Any]:
         """What the child said: `done`, `failed` with a type, or `untyped`; and `signal` if it died of one."""
-        child = self._ask(json.dumps(job))
-        with _traced(child, *inject) if inject else _untraced():
-            return json.loads(self._ask(""))  # type: ignore[no-any-return]
+        child = self.start(job)
+        with _traced(child, *inject) if inject else nullcontext():
+            self.go()
+            return self.answer()
+
+    def start(self, job: Mapping[str, object]) -> int:
+        """The process that has the job and waits for `go`."""
+        self._say(json.dumps(job))
+        return int(self._hear())
+
+    def go(self) -> None:
+        self._say("")
+
+    def answer(self) -> dict[str, Any]:
+        """As `run` tells it, once the process has ended."""
+        return json.loads(self._hear())  # type: ignore[no-any-return]
 
     def count(self, job: Mapping[str, object], trace: Path) -> Counter[str]:
         """How often the job makes each call; of several threads, the one that makes most."""
-        child = self._ask(json.dumps(job))
+        child = self.start(job)
         with _traced(child, "-o", str(trace)):
-            answer = json.loads(self._ask(""))
+            self.go()
+            answer = self.answer()
         assert "done" in answer, answer
         of_thread = Counter(
             (found["pid"], found["call"]) for found in map(_COUNTED.match, trace.read_text().splitlines()) if found
@@ -72,14 +86,16 @@ class Driver:
             most[call] = max(most[call], number)
         return most
 
-    def _ask(self, line: str) -> str:
+    def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the driver died"
-        return answer
+
+    def _hear(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the driver died"
+        return line
 
 
 @contextmanager
@@ -100,15 +116,10 @@ def running_driver(warm: Path) -> Iterator[Driver]:
 
 
 @contextmanager
-def _untraced() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _traced(child: str, *options: str) -> Iterator[None]:
+def _traced(child: int, *options: str) -> Iterator[None]:
     """strace is attached to the process inside; it goes with the process."""
     strace = subprocess.Popen(
-        ["strace", "-f", "-p", child.strip(), "-e", f"trace={_FILTER}", *options],
+        ["strace", "-f", "-p", str(child), "-e", f"trace={_FILTER}", *options],
         stderr=subprocess.PIPE,
         text=True,
     )
