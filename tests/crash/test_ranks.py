@@ -1,4 +1,4 @@
-"""A call to the file system fails in one of real ranks, or kills it: a typed failure, or a new epoch; no checkpoint lost.
+"""A call to the file system fails in one of real ranks, or kills it: a typed failure, or a new epoch and nothing lost.
 
 Never a hang: neither the answer nor the end of the cell takes near as long as a vote is waited for.
 """
