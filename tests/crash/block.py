@@ -53,6 +53,11 @@ def make_image(kind: str, image: Path) -> None:
     subprocess.run([*command, str(image)], check=True, capture_output=True)
 
 
+def copy_image(image: Path, target: Path) -> None:
+    """Most of an image is holes."""
+    subprocess.run(["cp", "--sparse=always", str(image), str(target)], check=True)
+
+
 @contextmanager
 def mounted(image: Path, at: Path) -> Iterator[Path]:
     """The loop device goes with the mount."""

@@ -2,7 +2,7 @@
 
     python -m tests.crash.block_log MOUNTPOINT IMAGE LOG
 
-The mount point then holds one file, `disk`, with the bytes of IMAGE. Needs the package mfusepy and libfuse.
+The mount point then holds one file, `disk`, with the bytes of IMAGE, to which they are written too. Needs the package mfusepy and libfuse.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def replay(epochs: list[list[Write]], until: int, image: Path, chance: random.Ra
 
 @contextmanager
 def logging_disk(image: Path, log: Path, mountpoint: Path) -> Iterator[Path]:
-    """The path of a file like `image`, which is left as it is at the start."""
+    """The path of a file that has the bytes of `image`, to which it writes."""
     mountpoint.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.crash.block_log", str(mountpoint), str(image), str(log)],
@@ -85,7 +85,7 @@ class _Disk:
     use_ns = True
 
     def __init__(self, image: Path, log: Path) -> None:
-        self._data = bytearray(image.read_bytes())
+        self._image = os.open(image, os.O_RDWR)
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def init(self, path: str) -> None:
@@ -96,7 +96,7 @@ class _Disk:
         if path == "/":
             return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
         if path == "/disk":
-            return {"st_mode": stat.S_IFREG | 0o600, "st_nlink": 1, "st_size": len(self._data)}
+            return {"st_mode": stat.S_IFREG | 0o600, "st_nlink": 1, "st_size": os.fstat(self._image).st_size}
         raise OSError(errno.ENOENT, path)
 
     def readdir(self, path: str, fh: int) -> list[str]:
@@ -106,12 +106,11 @@ class _Disk:
         return 0
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        return bytes(self._data[offset : offset + size])
+        return os.pread(self._image, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
         os.write(self._log, _RECORD.pack(offset, len(data)) + data)
-        self._data[offset : offset + len(data)] = data
-        return len(data)
+        return os.pwrite(self._image, data, offset)
 
     def fsync(self, path: str, datasync: int, fh: int) -> int:
         os.write(self._log, _RECORD.pack(_FLUSH, 0))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tests.crash.block import CutOffDisk, make_image, mounted, skip_without, sync_something_else
+from tests.crash.block import CutOffDisk, copy_image, make_image, mounted, skip_without, sync_something_else
 from tests.crash.block_log import logging_disk, read_log, replay
 from tests.crash.workload import (
     ADDRESS,
@@ -49,9 +48,9 @@ def fresh(scratch: Path) -> Callable[[str, bool], Path]:
         with mounted(image, scratch / "mount") as mount:
             vault = Vault(mount / "root")
             vault.create()
-            save(vault, BYSTANDING, BYSTANDER)
+            save(vault, BYSTANDING, BYSTANDER, command="c-other")
             if overwrite:
-                save(vault, OLD)
+                save(vault, OLD, command="c-old")
         return image
 
     return make
@@ -80,7 +79,7 @@ def violations(fresh: Path, scratch: Path, act: Save, overwrite: bool, points: I
     found = []
     image = scratch / "cut"
     for number, at in enumerate(points, 1):
-        shutil.copyfile(fresh, image)
+        copy_image(fresh, image)
         is_acknowledged = cut_off(image, scratch / "mount", act, at)
         try:
             check(image, scratch / "mount", is_acknowledged, overwrite, with_settlement=number % 2 == 0)
@@ -133,7 +132,9 @@ def need_fuse() -> None:
 def crash_images(fresh: Path, scratch: Path, act: Save, seed: int) -> tuple[int, list[str]]:
     """Log a save's writes to its disk; then replay each prefix that a flush ends, with any of the writes after it."""
     log = scratch / "log"
-    with logging_disk(fresh, log, scratch / "fuse") as disk:
+    live = scratch / "live"
+    copy_image(fresh, live)
+    with logging_disk(live, log, scratch / "fuse") as disk:
         with mounted(disk, scratch / "mount") as mount:
             act(Vault(mount / "root"))
             acknowledged_at = log.stat().st_size
@@ -142,7 +143,7 @@ def crash_images(fresh: Path, scratch: Path, act: Save, seed: int) -> tuple[int,
     found = []
     for until in range(len(epochs)):
         image = scratch / "replayed"
-        shutil.copyfile(fresh, image)
+        copy_image(fresh, image)
         replay(epochs, until, image, random.Random(f"{seed} {until}"))
         try:
             check(image, scratch / "mount", starts[until] >= acknowledged_at, overwrite=True)
