@@ -10,7 +10,7 @@ import msgspec
 
 from trainer_cell.vault.cover import directory_problems, fits, index_problems
 from trainer_cell.vault.disk import LOCAL_DISK, Disk
-from trainer_cell.vault.errors import CheckpointDamaged, TensorsDisagree, VaultError
+from trainer_cell.vault.errors import CheckpointDamaged, TensorsDisagree, UnsupportedFormat, VaultError
 from trainer_cell.vault.manifest import (
     FileRecord,
     Manifest,
@@ -26,6 +26,7 @@ from trainer_cell.vault.shard_layout import image_memory, whole_pages
 __all__ = ["TensorReader", "Wanted", "read_tensors", "verify_version"]
 
 _MOST_PROBLEMS_TOLD = 20
+_WRONG = (CheckpointDamaged, UnsupportedFormat)
 
 
 class _HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,12 +35,16 @@ class _HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def verify_version(version_dir: Path, deep: bool = True, disk: Disk = LOCAL_DISK) -> list[str]:
+def verify_version(
+    version_dir: Path, deep: bool = True, disk: Disk = LOCAL_DISK, unreadable_is_wrong: bool = True
+) -> list[str]:
     """Everything wrong with a version, each problem naming file, tensor or field; empty when it is good.
 
     Not deep: the manifest, and the shards' presence and sizes. Deep: also the index, and every byte of the shards.
+    unreadable_is_wrong: whether a disk that fails to answer is one more problem; otherwise `StorageFailed` is raised.
     """
     problems: list[str] = []
+    told = VaultError if unreadable_is_wrong else _WRONG
     try:
         manifest = read_manifest(version_dir, disk)
         problems += directory_problems(version_dir, manifest, disk)
@@ -47,19 +52,21 @@ def verify_version(version_dir: Path, deep: bool = True, disk: Disk = LOCAL_DISK
             problems += index_problems(manifest)
         if deep and not problems:
             for name in manifest.files:
-                problems += _shard_problems(version_dir / name, manifest, disk)
-    except VaultError as error:
+                problems += _shard_problems(version_dir / name, manifest, disk, told)
+    except told as error:
         problems.append(str(error))
     return problems
 
 
-def _shard_problems(path: Path, manifest: Manifest, disk: Disk) -> Iterator[str]:
+def _shard_problems(
+    path: Path, manifest: Manifest, disk: Disk, told: type[VaultError] | tuple[type[VaultError], ...]
+) -> Iterator[str]:
     record = manifest.files[path.name]
     try:
         read_chunks(path, record, range(len(record.chunk_digests)), None, disk)
         if _read_header(path, record, disk) != _expected_header(path.name, manifest):
             yield f"file {path.name}: the safetensors header does not agree with the manifest"
-    except VaultError as error:
+    except told as error:
         yield f"file {error}"
 
 
