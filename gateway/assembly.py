@@ -14,11 +14,13 @@ import uvicorn
 
 from gateway.app import Server, create_app
 from gateway.http.limits import Limits
+from gateway.import_child import ImportChild
 from gateway.keys import keys_in_force
 from gateway.listener import open_listener, url_of
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.sweeper import Sweeper, log_recovery
 from gateway.settings import GatewayProcessSettings
@@ -94,7 +96,7 @@ async def _serve(
     limits = Limits(max_body_bytes=settings.max_body_mb << 20, stop_grace_s=settings.stop_grace_s)
     collector = Collector(catalog.vault, settings.rules, catalog.inventory)
     sweeper = Sweeper(catalog.vault, collector, settings.sweep_interval_s, recovered, on_crash=on_crash)
-    app = create_app(scheduler, keys, limits, sweeper)
+    app = create_app(scheduler, keys, limits, sweeper, _imports(settings, scheduler))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -107,3 +109,12 @@ async def _serve(
     server = _SignalledServer(config, app)
     await server.serve(sockets=[listener])
     return 1 if server.has_crashed or not server.started else 0
+
+
+def _imports(settings: GatewayProcessSettings, scheduler: Scheduler) -> Imports | None:
+    if not settings.import_dir:
+        return None
+    assert settings.base_model is not None  # the settings see to it
+    catalog = scheduler.catalog
+    child = ImportChild(catalog.vault.root, settings.base_model, settings.cache, catalog.tenant_digest)
+    return Imports(scheduler.futures, settings.import_dir, child.run)

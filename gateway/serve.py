@@ -73,6 +73,9 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
     for name in ("keep_last", "keep_every", "tenant_quota_gb"):
         if (value := getattr(settings, name)) is not None:
             gateway += [f"--{name.replace('_', '-')}", str(value)]
+    if settings.import_dir:
+        gateway += ["--base-model", settings.base_model, "--cache", str(settings.cache)]
+        gateway += [option for directory in settings.import_dir for option in ("--import-dir", str(directory))]
     return Plan(
         gateway=gateway,
         prepare=[

@@ -18,6 +18,7 @@ from gateway.scheduling.requests import (
     CreateFromCheckpointRequest,
     CreateRequest,
     ForwardBackwardRequest,
+    ImportRequest,
     LoadRequest,
     OptimStepRequest,
     RejectedRequest,
@@ -105,8 +106,8 @@ class Dispatcher:
                 return await self._optim_step(queue, future, future.request)
             case UnloadRequest():
                 return await self._unload(model)
-            case SaveRequest() | RejectedRequest():
-                raise AssertionError("a save is captured, and a rejected request is answered without the cell")
+            case SaveRequest() | RejectedRequest() | ImportRequest():
+                raise AssertionError("a save is captured, the others are answered without the cell")
 
     async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:
         check_create(request, hello)

@@ -12,7 +12,7 @@ import msgspec
 from trainer_cell.protocol.commands import AdamParams, Datum
 from trainer_cell.protocol.errors import ErrorKind
 
-Operation = Literal["create", "forward_backward", "optim_step", "save", "load", "unload"]
+Operation = Literal["create", "forward_backward", "optim_step", "save", "load", "unload", "import"]
 
 
 class _Request(msgspec.Struct, frozen=True, tag_field="request"):
@@ -69,6 +69,18 @@ class UnloadRequest(_Request, frozen=True, tag="unload"):
     pass
 
 
+class ImportRequest(_Request, frozen=True, tag="import"):
+    """Another's files as a checkpoint. path: links followed; within: the allowed directory all files must lie in."""
+
+    path: str
+    within: str
+    name: str
+    format: Literal["native", "torch_dist", "peft"] | None
+    load_optimizer: bool
+    alpha: float | None
+    overwrite: bool
+
+
 class RejectedRequest(_Request, frozen=True, tag="rejected"):
     """A request that is at fault but has spent its sequence number: it fails at its place in the order.
 
@@ -88,6 +100,7 @@ Request = (
     | SaveRequest
     | LoadRequest
     | UnloadRequest
+    | ImportRequest
     | RejectedRequest
 )
 
@@ -101,6 +114,7 @@ _OPERATIONS: dict[type[Request], Operation] = {
     SaveRequest: "save",
     LoadRequest: "load",
     UnloadRequest: "unload",
+    ImportRequest: "import",
 }
 _BY_NAME: dict[str, Operation] = {operation: operation for operation in _OPERATIONS.values()}
 

@@ -156,6 +156,15 @@ def describe(directory: Path, vocab_size: int, max_context: int) -> BaseModel:
     return BaseModel(record.name, record.aliases, digest, record.source or tokenizer, vocab_size, max_context)
 
 
+def identify(directory: Path) -> tuple[str, str]:
+    """Name and digest of a prepared base model, as its record tells, else as its weights do; raises `DamagedBase`.
+
+    A cell that serves the model digests its weights at every start, so here the record is taken at its word.
+    """
+    record = _read_record(directory)
+    return (record.name, record.digest) if record else (_own_name(directory), weights_digest(directory))
+
+
 def _own_name(directory: Path) -> str:
     """The hub id a config remembers, else `local/<directory>`."""
     remembered = json.loads((directory / "config.json").read_text()).get("_name_or_path") or ""
