@@ -15,6 +15,7 @@ from trainer_cell.protocol.commands import AdapterSpec, LoadState
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import BaseModel, StateLoaded
 from trainer_cell.ranks import Ranks
+from trainer_cell.training.lr_schedule import LrScheduler, read_scheduler
 from trainer_cell.training.slots import Slot, SlotTable
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.manifest import ITEM_BYTES, Manifest, read_manifest
@@ -41,6 +42,7 @@ class _Read:
     manifest: Manifest
     tensors: dict[str, dict[str, torch.Tensor]]
     with_optimizer: bool
+    scheduler: LrScheduler | None
 
 
 def load_slot(context: LoadContext, slots: SlotTable, command: LoadState) -> StateLoaded:
@@ -66,7 +68,7 @@ def load_slot(context: LoadContext, slots: SlotTable, command: LoadState) -> Sta
         step=slot.optimizer.step,
         iteration=slot.optimizer.iteration,
         optimizer_restored=read.with_optimizer,
-        scheduler_restored=False,
+        scheduler_restored=read.scheduler is not None,
         reason=_reason(context, command),
     )
 
@@ -91,6 +93,7 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         directory = context.vault.version_dir(command.version)
         manifest = read_manifest(directory)
     _check_manifest(context, slot, manifest)
+    scheduler = None if manifest.scheduler is None else read_scheduler(manifest.scheduler)
     with_optimizer = command.load_optimizer and not context.no_load_optim
     if with_optimizer and not manifest.has_optimizer:
         raise CommandFailed(
@@ -118,7 +121,7 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         for name, sharding in slot.adapter.table.items():
             dtype = part_dtype(part, manifest.dtype)
             tensors[part][name] = _as_tensor(f"{name}/{part}", buffers, dtype, sharding.local_shape)
-    return _Read(manifest, tensors, with_optimizer)
+    return _Read(manifest, tensors, with_optimizer, scheduler)
 
 
 def _needed_parts(stored: tuple[str, ...], with_optimizer: bool, saved: str, live: str) -> tuple[str, ...]:
@@ -172,6 +175,8 @@ def _apply(slot: Slot, read: _Read) -> None:
         optimizer.fresh_moments()
     optimizer.iteration = read.manifest.iteration
     optimizer.last_params = read.manifest.adam_params
+    if read.scheduler is not None:  # else the model keeps its own, if it has one
+        optimizer.scheduler = read.scheduler
     optimizer.clear_gradients()
 
 

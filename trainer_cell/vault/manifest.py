@@ -75,6 +75,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     base_model, base_digest: wire name of the base model, and digest of its weights.
     targets: module names the adapter sits on; adam_params: those of the last step, None before the first.
     step: Adam's; iteration: optimizer steps in the model's life. layout: parallel sizes at the save.
+    scheduler: state of Megatron's `OptimizerParamScheduler` and what that leaves out of it (init_lr and those of WSD),
+    counted in optimizer steps; not in the file when there is none.
     dtype: of the weights; non_finite: whether any stored tensor holds NaN or infinity.
     tensors: by key `<peft name>/<weight|master|exp_avg|exp_avg_sq>`; files: by name, the manifest itself aside.
     manifest_digest: set by `read_manifest`; what is given to `encode_manifest` is ignored.
@@ -94,6 +96,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int
     has_optimizer: bool
     has_scheduler: bool
+    scheduler: dict[str, float | int | str | bool] | None = None
     adam_params: AdamParams | None
     layout: Layout
     dtype: Literal["fp32", "bf16"]
@@ -123,9 +126,13 @@ _version_decoder = msgspec.json.Decoder(_Version)
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Raises `ValueError` for a manifest that would not read back as it is."""
+    if problem := _scheduler_problem(manifest):
+        raise ValueError(problem)
     lines = []
     for field in Manifest.__struct_fields__[:-1]:
         value = getattr(manifest, field)
+        if field == "scheduler" and value is None:
+            continue
         lines.append(f'  "{field}": '.encode() + (_entries(value) if field in ("tensors", "files") else _json(value)))
     body = b"{\n" + b",\n".join(lines)
     digest = xxhash.xxh3_128_hexdigest(body)
@@ -163,10 +170,18 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
         manifest = _decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointDamaged(path, f"does not read as a manifest: {error}") from error
+    if problem := _scheduler_problem(manifest):
+        raise CheckpointDamaged(path, problem)
     for name in manifest.files:
         if not is_shard_name(name):
             raise CheckpointDamaged(path, f"files: {name!r} is not a shard's name")
     return manifest
+
+
+def _scheduler_problem(manifest: Manifest) -> str | None:
+    if manifest.has_scheduler == (manifest.scheduler is not None):
+        return None
+    return f"has_scheduler is {str(manifest.has_scheduler).lower()}, and scheduler tells otherwise"
 
 
 def read_manifest(version_dir: Path, disk: Disk = LOCAL_DISK) -> Manifest:
