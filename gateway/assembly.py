@@ -8,11 +8,12 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
 from gateway.app import Server, create_app
+from gateway.exit_status import NOT_AGAIN
 from gateway.http.limits import Limits
 from gateway.keys import keys_in_force
 from gateway.listener import open_listener, url_of
@@ -20,6 +21,7 @@ from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.start_up import StartUpFailed, first_model_made, submit_first_model
 from gateway.settings import GatewayProcessSettings
 from gateway.state_directory import StateDirectory, StateUnusable
 from trainer_cell.vault.errors import VaultError
@@ -46,6 +48,9 @@ def run(settings: GatewayProcessSettings) -> int:
                 sys.stdout.flush()
             catalog = Catalog(vault, tenant_digester(secret))
             return asyncio.run(_serve(settings, CellLink(socket_path), catalog, keys, listener))
+    except StartUpFailed as error:
+        sys.stderr.write(f"cellgate: {error}\n")
+        return NOT_AGAIN
     except (StateUnusable, VaultError, OSError) as error:
         sys.stderr.write(f"cellgate: {error}\n")
         return 1
@@ -80,10 +85,13 @@ async def _serve(
     keys: dict[str, str],
     listener: socket.socket,
 ) -> int:
+    """Raises `StartUpFailed`."""
+
     def on_crash() -> None:
         server.crash()
 
     scheduler = Scheduler(link, catalog, on_crash=on_crash)
+    first = await submit_first_model(scheduler, next(iter(keys.values())), settings.start_up)
     limits = Limits(max_body_bytes=settings.max_body_mb << 20, stop_grace_s=settings.stop_grace_s)
     app = create_app(scheduler, keys, limits)
     config = uvicorn.Config(
@@ -96,5 +104,10 @@ async def _serve(
         timeout_keep_alive=75,
     )
     server = _SignalledServer(config, app)
+    resuming = asyncio.create_task(first_model_made(scheduler, first))
+    resuming.add_done_callback(lambda task: server.crash() if not task.cancelled() and task.exception() else None)
     await server.serve(sockets=[listener])
+    resuming.cancel()
+    with suppress(asyncio.CancelledError):
+        await resuming
     return 1 if server.has_crashed or not server.started else 0

@@ -13,6 +13,7 @@ from pydantic_settings import CliApp
 from gateway.listener import open_listener, probe_url_of, url_of
 from gateway.serve import plan_of, serve
 from gateway.settings import GatewayProcessSettings, ServeSettings
+from gateway.start_up import read_start_up
 from gateway.state_directory import StateDirectory
 from gateway.supervisor import Plan
 from trainer_cell.settings import CellSettings
@@ -31,7 +32,8 @@ def parsed(state: Path, *options: str) -> ServeSettings:
 
 
 def planned(settings: ServeSettings, listener: socket.socket) -> Plan:
-    return plan_of(settings, StateDirectory(settings.state), {SECRET: "alice"}, listener)
+    state = StateDirectory(settings.state)
+    return plan_of(settings, state, {SECRET: "alice"}, listener, read_start_up(settings, state, {SECRET: "alice"}))
 
 
 def cell_settings(plan: Plan) -> CellSettings:
