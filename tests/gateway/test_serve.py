@@ -13,9 +13,10 @@ from pydantic_settings import CliApp
 from gateway.listener import open_listener, probe_url_of, url_of
 from gateway.serve import plan_of, serve
 from gateway.settings import GatewayProcessSettings, ServeSettings
-from gateway.start_up import read_start_up
+from gateway.start_up import StartUp, read_start_up
 from gateway.state_directory import StateDirectory
 from gateway.supervisor import Plan
+from tests.trainer_cell.vault.checkpoints import ADDRESS
 from trainer_cell.settings import CellSettings
 
 SECRET = "tml-very-secret"
@@ -76,6 +77,23 @@ def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: so
     assert (gateway.state, gateway.checkpoint_root, gateway.max_body_mb) == (tmp_path, Path("/disk"), 5)
     assert gateway.gateway_socket == cell.gateway_socket == tmp_path / "run/cell.sock"
     assert gateway.listen_fd == listener.fileno()
+
+
+def test_what_to_start_from_reaches_the_process_it_is_for(tmp_path: Path, listener: socket.socket) -> None:
+    (tmp_path / "load" / "iter_0000120").mkdir(parents=True)
+    (tmp_path / "load" / "latest_checkpointed_iteration.txt").write_text("120")
+    settings = parsed(tmp_path, "--load", str(tmp_path / "load"))
+    assert planned(settings, listener).prepare[-2:] == ["--weights", str(tmp_path / "load" / "iter_0000120")]
+    assert not cell_settings(planned(settings, listener)).no_load_optim
+    (tmp_path / "load" / "latest_checkpointed_iteration.txt").unlink()
+    assert "--weights" not in planned(settings, listener).prepare
+    assert cell_settings(planned(settings, listener)).no_load_optim
+    state = StateDirectory(tmp_path)
+    state.create()
+    plan = plan_of(settings, state, {SECRET: "alice"}, listener, StartUp(checkpoint=ADDRESS))
+    gateway = CliApp.run(GatewayProcessSettings, cli_args=[*plan.gateway[3:], *plan.start_up])
+    assert gateway.start_up == ADDRESS.uri
+    assert planned(settings, listener).start_up == ()
 
 
 def test_what_was_not_given_is_the_cells_to_decide(tmp_path: Path, listener: socket.socket) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.service.conftest import Serve
 from tests.service.forgery import forge
@@ -17,6 +18,8 @@ from tests.service.state import read_state
 from tests.service.test_resume import new_model, save
 from tests.service.test_schedules import NEW, SCHEDULE, Training
 from tests.service.training import train
+from tests.trainer_cell.training.arithmetic import run_program
+from trainer_cell.training.base_models import prepare
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 
 pytestmark = pytest.mark.cell
@@ -120,7 +123,7 @@ def serve_in_vain(state: Path, *options: str) -> tuple[int, str, list[str]]:
         [*command, "--port", "0", "--api-key", f"{API_KEY}=alice", *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     return ended.returncode, ended.stdout, ended.stderr.splitlines()
 
@@ -136,3 +139,32 @@ def test_an_adapter_too_large_for_the_service_ends_it_with_the_reason_and_makes_
     assert err[-1].startswith("cellgate: tinker://startup:train:0/weights/adopted-")
     assert err[-1].endswith("rank must be between 1 and 4, not 8")
     assert not any("starting it again" in line for line in err)
+
+
+@pytest.mark.full
+def test_base_weights_saved_by_megatron_are_served_and_carry_the_same_checkpoints(
+    one_rank: RunningService, serve: Serve, tmp_path: Path
+) -> None:
+    tiny, load = prepare("tiny", tmp_path / "cache"), tmp_path / "load"
+    run_program("megatron_checkpoint", tiny, load / "iter_0000007", 1, 1, 16)
+    (load / "latest_checkpointed_iteration.txt").write_text("7\n")
+    saved, undisturbed = scheduled_checkpoint(one_rank, "over-megatrons")
+    rate, copy = undisturbed.rate(), shutil.copytree(directory_of(one_rank, saved), tmp_path / "copy")
+    options = ("--cache", str(tmp_path / "cache"), "--load", str(load), "--lora-adapter-path", str(copy))
+    service = serve(*options)
+    model = Rest(service).get(f"/v1/models/{MODEL}")
+    # The adapter's own iteration, not the 7 of the tracker.
+    assert (model["base_model"], model["step"], model["iteration"]) == ("cellgate/tiny", 2, 2)
+    assert Training(service, MODEL).rate() == rate
+    assert service.stop() == 0
+
+    changed = load_file(tiny / "model.safetensors")
+    changed["model.norm.weight"] += 1.0
+    other = shutil.copytree(tiny, tmp_path / "other")
+    (other / "cellgate_base.json").unlink()
+    save_file(changed, other / "model.safetensors")
+    run_program("megatron_checkpoint", other, load / "iter_0000008", 1, 1, 0)
+    (load / "latest_checkpointed_iteration.txt").write_text("8\n")
+    status, out, err = serve_in_vain(tmp_path / "another", *options)
+    assert (status, "ready" in out) == (1, False)
+    assert "over other base weights" in err[-1]
