@@ -141,30 +141,42 @@ def test_an_adapter_too_large_for_the_service_ends_it_with_the_reason_and_makes_
     assert not any("starting it again" in line for line in err)
 
 
+def load_directory(base: Path, directory: Path, iteration: int) -> str:
+    """What Megatron leaves of a training of `base`, newest at `iteration`."""
+    run_program("megatron_checkpoint", base, directory / f"iter_{iteration:07d}", 1, 1, 16)
+    (directory / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+    return str(directory)
+
+
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_base_weights_saved_by_megatron_are_served_and_carry_the_same_checkpoints(
     one_rank: RunningService, serve: Serve, tmp_path: Path
 ) -> None:
-    tiny, load = prepare("tiny", tmp_path / "cache"), tmp_path / "load"
-    run_program("megatron_checkpoint", tiny, load / "iter_0000007", 1, 1, 16)
-    (load / "latest_checkpointed_iteration.txt").write_text("7\n")
+    load = load_directory(prepare("tiny", tmp_path / "cache"), tmp_path / "load", 7)
     saved, undisturbed = scheduled_checkpoint(one_rank, "over-megatrons")
     rate, copy = undisturbed.rate(), shutil.copytree(directory_of(one_rank, saved), tmp_path / "copy")
-    options = ("--cache", str(tmp_path / "cache"), "--load", str(load), "--lora-adapter-path", str(copy))
-    service = serve(*options)
+    service = serve("--cache", str(tmp_path / "cache"), "--load", load, "--lora-adapter-path", str(copy))
     model = Rest(service).get(f"/v1/models/{MODEL}")
     # The adapter's own iteration, not the 7 of the tracker.
     assert (model["base_model"], model["step"], model["iteration"]) == ("cellgate/tiny", 2, 2)
     assert Training(service, MODEL).rate() == rate
     assert service.stop() == 0
 
-    changed = load_file(tiny / "model.safetensors")
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_an_adapter_over_other_weights_than_those_loaded_starts_nothing(
+    one_rank: RunningService, tmp_path: Path
+) -> None:
+    other = shutil.copytree(prepare("tiny", tmp_path / "cache"), tmp_path / "other")
+    changed = load_file(other / "model.safetensors")
     changed["model.norm.weight"] += 1.0
-    other = shutil.copytree(tiny, tmp_path / "other")
-    (other / "cellgate_base.json").unlink()
     save_file(changed, other / "model.safetensors")
-    run_program("megatron_checkpoint", other, load / "iter_0000008", 1, 1, 0)
-    (load / "latest_checkpointed_iteration.txt").write_text("8\n")
-    status, out, err = serve_in_vain(tmp_path / "another", *options)
+    (other / "cellgate_base.json").unlink()
+    load = load_directory(other, tmp_path / "load", 8)
+    saved, _ = scheduled_checkpoint(one_rank, "over-tiny")
+    copy = shutil.copytree(directory_of(one_rank, saved), tmp_path / "copy")
+    status, out, err = serve_in_vain(tmp_path / "state", "--load", load, "--lora-adapter-path", str(copy))
     assert (status, "ready" in out) == (1, False)
     assert "over other base weights" in err[-1]
