@@ -16,6 +16,9 @@ from pydantic_settings import BaseSettings, CliSuppress, CliToggleFlag, NoDecode
 from trainer_cell.vault.retention import Rules
 
 _KEY = re.compile(r"tml-[A-Za-z0-9._~+/-]+")
+# Where Megatron tells which iteration of a checkpoint directory is the newest.
+TRACKER = "latest_checkpointed_iteration.txt"
+
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
@@ -168,6 +171,20 @@ class ServeSettings(GatewaySettings):
     )
     no_save_optim: CliToggleFlag[bool] = Field(False, description="checkpoints hold the weights alone")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
+    lora_adapter_path: str | None = Field(
+        None, min_length=1, description="checkpoint to start with as model startup:train:0: a directory or an address"
+    )
+    load: Directory | None = Field(
+        None, description="Megatron checkpoint directory whose newest iteration has the base model's weights"
+    )
+
+    @property
+    def is_without_load_optim(self) -> bool:
+        """Asked for, or since `load` names a directory whose training has not saved an iteration."""
+        return self.no_load_optim or (self.load is not None and not (self.load / TRACKER).exists())
+
+    def shown(self) -> dict[str, object]:
+        return {**super().shown(), "no_load_optim": self.is_without_load_optim}
 
     @field_validator("pp")
     @classmethod
@@ -184,6 +201,7 @@ class GatewayProcessSettings(GatewaySettings):
     base_model: str | None = Field(None, validate_default=True, description="what imports sit on, with --import-dir")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
     listen_fd: CliSuppress[int | None] = Field(None, description="a listening socket, inherited from the supervisor")
+    start_up: CliSuppress[str | None] = Field(None, description="address of the checkpoint to make a first model of")
 
     @field_validator("base_model")
     @classmethod

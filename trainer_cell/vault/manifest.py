@@ -76,7 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     base_model, base_digest: wire name of the base model, and digest of its weights.
     targets: module names the adapter sits on; adam_params: those of the last step, None before the first.
     step: Adam's; iteration: optimizer steps in the model's life. layout: parallel sizes at the save.
-    scheduler: fields of a learning-rate scheduler's state; not in the file when there is none.
+    scheduler: state of Megatron's `OptimizerParamScheduler` and what that leaves out of it (init_lr and those of WSD),
+    counted in optimizer steps; not in the file when there is none.
     dtype: of the weights; non_finite: whether any stored tensor holds NaN or infinity.
     tensors: by key `<peft name>/<weight|master|exp_avg|exp_avg_sq>`; files: by name, the manifest itself aside.
     manifest_digest: set by `read_manifest`; what is given to `encode_manifest` is ignored.
