@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.scheduling.errors import (
+    CheckpointPinned,
     CheckpointUnreadable,
     ImportNotAllowed,
     InvalidRequest,
@@ -63,6 +64,7 @@ _ANSWERS: dict[type[Refused], _Answer] = {
     BodyTooLarge: _Answer(413, "body_too_large"),
     UnsupportedBody: _Answer(415, "unsupported_body"),
     InvalidRequest: _Answer(422, "invalid_request"),
+    CheckpointPinned: _Answer(422, "checkpoint_pinned"),
     CheckpointUnreadable: _Answer(422, "checkpoint_unreadable"),
     SequenceConflict: _Answer(422, "sequence_conflict"),
     QueueFull: _Answer(429, "queue_full", retry_after_s=2),

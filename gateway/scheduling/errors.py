@@ -9,6 +9,7 @@ Exceptions know no HTTP: `gateway.http.errors` holds the one table that gives ea
       InvalidRequest
         CheckpointUnreadable
           CheckpointUnsupported
+        CheckpointPinned
       SequenceConflict
       QueueFull
       Stopping
@@ -71,3 +72,7 @@ class CheckpointUnreadable(InvalidRequest):
 
 class CheckpointUnsupported(CheckpointUnreadable):
     """The caller's own checkpoint is there, but of a format version this gateway does not know."""
+
+
+class CheckpointPinned(InvalidRequest):
+    """The checkpoint is pinned, so it is not deleted."""

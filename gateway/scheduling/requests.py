@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from trainer_cell.protocol.commands import AdamParams, Datum
+from trainer_cell.protocol.commands import AdamParams, Datum, LrSchedule, Rate
 from trainer_cell.protocol.errors import ErrorKind
 
 Operation = Literal["create", "forward_backward", "optim_step", "save", "load", "unload", "import"]
@@ -29,6 +29,7 @@ class CreateRequest(_Request, frozen=True, tag="create"):
     train_mlp: bool
     train_unembed: bool
     user_metadata: dict[str, str]
+    lr_schedule: LrSchedule | None = None
 
 
 class CreateFromCheckpointRequest(_Request, frozen=True, tag="create_from_checkpoint"):
@@ -47,7 +48,10 @@ class ForwardBackwardRequest(_Request, frozen=True, tag="forward_backward"):
 
 
 class OptimStepRequest(_Request, frozen=True, tag="optim_step"):
+    """scheduled: the rates to take from the model's schedule instead of `adam`."""
+
     adam: AdamParams
+    scheduled: tuple[Rate, ...] = ()
 
 
 class SaveRequest(_Request, frozen=True, tag="save"):

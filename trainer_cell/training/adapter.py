@@ -39,8 +39,8 @@ class Adapter:
     """The adapter tensors of one model on this rank.
 
     parameters: views into `flat`, by PEFT name in the order of the model; leaves that require gradients, in the base
-    model's dtype and on its device. table: how each is cut, under the same names. whole: the shape of every tensor of
-    the model, also of those that other pipeline stages hold.
+    model's dtype and on its device. table: how each is cut, under the same names; begin: where each lies in `flat`, in
+    elements. whole: the shape of every tensor of the model, also of those that other pipeline stages hold.
     """
 
     def __init__(self, base: Base, spec: AdapterSpec) -> None:
@@ -57,7 +57,7 @@ class Adapter:
             self._names.append(
                 (layer, [self._add(p) if kind_of(p.name) in targets else None for p in layer.projections])
             )
-        self._begin, self.num_sharded, numel = _arrange(self.table)
+        self.begin, self.num_sharded, numel = _arrange(self.table)
         self.flat = torch.zeros(numel, dtype=base.dtype, device=base.device)
         self.parameters = {name: torch.nn.Parameter(view) for name, view in self.views(self.flat).items()}
         self._routings = [(layer, Routing(self._pairs_of(names), self.scale)) for layer, names in self._names]
@@ -70,9 +70,7 @@ class Adapter:
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each tensor's part of a buffer that is laid out as `flat` is."""
         return {
-            name: flat[self._begin[name] : self._begin[name] + math.prod(sharding.local_shape)].view(
-                sharding.local_shape
-            )
+            name: flat[self.begin[name] : self.begin[name] + math.prod(sharding.local_shape)].view(sharding.local_shape)
             for name, sharding in self.table.items()
         }
 

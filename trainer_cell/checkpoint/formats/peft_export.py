@@ -13,7 +13,7 @@ from typing import Any
 from trainer_cell.checkpoint.formats.stored import Stored
 from trainer_cell.checkpoint.formats.target import write_file
 from trainer_cell.vault.manifest import Manifest
-from trainer_cell.vault.shard_file import encode_header
+from trainer_cell.vault.shard_layout import encode_header
 
 
 def write_peft(directory: Path, stored: Stored) -> None:

@@ -23,7 +23,7 @@ class StoredTensor:
     part: str
     dtype: TensorDType
     shape: tuple[int, ...]
-    data: bytearray
+    data: memoryview
 
 
 @dataclass(frozen=True)

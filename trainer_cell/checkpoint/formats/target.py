@@ -44,7 +44,7 @@ def _refuse_existing(target: Path) -> None:
     raise TargetExists(f"{target.name}: exists already; an export overwrites nothing")
 
 
-def write_file(path: Path, *content: bytes | bytearray) -> None:
+def write_file(path: Path, *content: bytes | bytearray | memoryview) -> None:
     """A new file, durable when this returns. Raises `StorageFailed`."""
     disk, views = LOCAL_DISK, [memoryview(part) for part in content]
     with disk.closing(disk.open_new(path), path) as descriptor:
