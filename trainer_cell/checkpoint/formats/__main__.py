@@ -40,8 +40,9 @@ _KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    # What megatron-core has to say of kernels that are not installed is no news here.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # What megatron-core and torch have to say of kernels and devices that are not there is no news here.
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     try:
         said, told = _import(options) if options.command == "import" else _export(options)
