@@ -71,6 +71,8 @@ def _import(options: argparse.Namespace) -> tuple[str, dict[str, object]]:
             trust_pickle=options.trust_pickle,
             within=options.within,
             quota=None if options.quota is None else ByteQuota(*options.quota),
+            iteration=options.iteration,
+            weights=options.weights,
         )
     )
     if not options.json:
@@ -121,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     imports.add_argument("--cache", type=Path, default=default_cache())
     imports.add_argument("--alpha", type=float)
     imports.add_argument("--within", type=Path)
+    imports.add_argument("--iteration", type=int, default=0)
+    imports.add_argument("--weights", type=Path)
     imports.add_argument("--quota", type=int, nargs=2, metavar=("USED", "LIMIT"))
     for switch in ("--overwrite", "--weights-only", "--no-load-optim", "--trust-pickle"):
         imports.add_argument(switch, action="store_true")

@@ -144,8 +144,8 @@ def _state(source: Source, file: str) -> dict[str, Any]:
 
 
 def _counters(state: Mapping[str, Any], file: str) -> Counters:
-    iteration = 0 if state["iteration"] is None else state["iteration"]
-    if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+    iteration = state["iteration"]
+    if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
         raise SourceDamaged(f"{file}: iteration is {iteration!r}")
     return Counters(iteration=iteration, scheduler=scheduler_of(state.get("opt_param_scheduler")))
 

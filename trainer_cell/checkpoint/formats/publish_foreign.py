@@ -28,7 +28,8 @@ _ONE_PROCESS = Layout(world=1, tensor=1, pipeline=1, data=1)
 
 @dataclass(frozen=True)
 class Destination:
-    """Under which name and for whom an import is published, and over which base model it is. quota: the tenant's."""
+    """Under which name and for whom an import is published, and over which base model it is. quota: the tenant's;
+    iteration: where the import does not tell its own."""
 
     address: CheckpointAddress
     overwrite: bool
@@ -36,6 +37,7 @@ class Destination:
     base_model: str
     base_digest: str
     quota: ByteQuota | None = None
+    iteration: int = 0
 
 
 def publish(vault: Vault, foreign: Foreign, destination: Destination) -> tuple[str, Manifest]:
@@ -77,7 +79,7 @@ def _write(
         base_digest=destination.base_digest,
         adapter=foreign.spec,
         targets=target_modules(foreign.spec),
-        iteration=counters.iteration,
+        iteration=destination.iteration if counters.iteration is None else counters.iteration,
         step=counters.step,
         has_optimizer=foreign.has_optimizer,
         has_scheduler=counters.scheduler is not None,

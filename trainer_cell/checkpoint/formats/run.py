@@ -31,6 +31,7 @@ class ImportJob:
 
     with_optimizer: False leaves moments and masters behind; iteration and scheduler come along all the same.
     within: the source and all its files must lie there; trust_pickle: unpickle whatever there is; quota: the tenant's.
+    iteration: of a source that does not tell. weights: a Megatron checkpoint that has the base model's.
     """
 
     source: Path
@@ -46,6 +47,8 @@ class ImportJob:
     trust_pickle: bool
     within: Path | None
     quota: ByteQuota | None = None
+    iteration: int = 0
+    weights: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,19 @@ def run_import(job: ImportJob) -> Imported:
     # From here on torch is needed, which takes seconds to import; a name that is taken does not wait for it.
     from trainer_cell.checkpoint.formats.publish_foreign import Destination, publish
     from trainer_cell.checkpoint.formats.source import Source
-    from trainer_cell.training.base_models import identify, prepare
+    from trainer_cell.training.base_models import identify, prepare, prepare_weights
     from trainer_cell.training.model_shape import read_shape
 
     source = Source(job.source, job.trust_pickle, job.within)
     chosen = job.format or format_of(source.names)
     base = prepare(job.base_model, job.cache)
+    if job.weights is not None:
+        base = prepare_weights(base, job.weights, job.cache)
     shape, (base_name, base_digest) = read_shape(base), identify(base)
     foreign = _read(chosen, source, shape, base_digest, job)
-    destination = Destination(job.address, job.overwrite, job.tenant_digest, base_name, base_digest, job.quota)
+    destination = Destination(
+        job.address, job.overwrite, job.tenant_digest, base_name, base_digest, job.quota, job.iteration
+    )
     version, manifest = publish(vault, foreign, destination)
     return Imported(
         uri=job.address.uri,
