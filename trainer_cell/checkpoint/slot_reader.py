@@ -52,8 +52,10 @@ class SlotReader:
         self._places: Mapping[str, tuple[int, int]] | None = None
         self._spans: dict[str, list[Span]] = {}
 
-    def read(self, directory: Path, manifest: Manifest, memory: KeptMemory) -> dict[str, list[Run]]:
-        """Each part, in `memory`, until that is given to the next. Raises what `TensorReader` raises, and
+    def read(
+        self, directory: Path, manifest: Manifest, memory: KeptMemory, rank: int = 0, world: int = 1
+    ) -> dict[str, list[Run]]:
+        """Each part, in `memory`, until that is given to the next; `world` ranks read at once. Raises what `TensorReader` raises, and
         `CommandFailed` (NON_FINITE_STATE) for NaN and infinity."""
         looking: list[_Looking] = []
 
@@ -64,7 +66,7 @@ class SlotReader:
             looking.append(_Looking(read, self._spans, self._dtypes))
             return looking[-1]
 
-        self._reader.read(directory, manifest, allocate=memory, look=look)
+        self._reader.read(directory, manifest, allocate=memory, look=look, reader=rank, num_readers=world)
         return {part: [self._run(looking[0], span, part) for span in spans] for part, spans in self._spans.items()}
 
     def _spans_of(self, part: str, places: Mapping[str, tuple[int, int]]) -> list[Span]:

@@ -37,9 +37,10 @@ def read_chunks(
     image: memoryview | None,
     disk: Disk,
     on_chunk: OnChunk | None = None,
+    direct: bool = True,
 ) -> None:
     """Read these chunks to their places in an image of the file (whole pages of `record.size`); without an image
-    they are only verified. The page cache is passed by where the file system lets.
+    they are only verified. direct: the page cache is passed by where the file system lets.
 
     on_chunk: told where a verified chunk begins and ends, while it is in cache; by two threads at once.
     Raises `CheckpointDamaged` or `StorageFailed`.
@@ -49,7 +50,7 @@ def read_chunks(
     except NotThere as error:
         raise CheckpointDamaged(path, "is missing") from error
     with disk.closing(descriptor, path):
-        reading = _Reading(disk, descriptor, path, record, image, on_chunk)
+        reading = _Reading(disk, descriptor, path, record, image, on_chunk, direct)
         run_side_by_side((partial(reading.read, chunk) for chunk in chunks), "shard reader")
 
 
@@ -62,11 +63,13 @@ class _Reading:
         record: FileRecord,
         image: memoryview | None,
         on_chunk: OnChunk | None,
+        direct: bool,
     ) -> None:
         self._on_chunk = on_chunk
         self._disk, self._descriptor, self._path = disk, descriptor, path
         self._record, self._image = record, image
-        self._is_direct = is_worth_direct(record.size, record.chunk_size) and disk.set_direct(descriptor, path, True)
+        wants_direct = direct and is_worth_direct(record.size, record.chunk_size)
+        self._is_direct = wants_direct and disk.set_direct(descriptor, path, True)
         scratch_bytes = 0 if image is not None else min(record.chunk_size, record.size)
         self._scratch = deque(image_memory(scratch_bytes) for _ in range(_THREADS))
 

@@ -115,13 +115,16 @@ class TensorReader:
         disk: Disk = LOCAL_DISK,
         allocate: Callable[[int], memoryview] = image_memory,
         look: Look | None = None,
+        reader: int = 0,
+        num_readers: int = 1,
     ) -> tuple[memoryview, Mapping[str, tuple[int, int]]]:
         """Memory, and where in it (begin, end) each wanted part is: C order over `Wanted.shape`, aligned to its
         element, every byte read verified. Parts lie there in the order of the files as far as may be; of checkpoints
         of one shape the places are the same object.
 
         allocate: as `image_memory`. look: given memory and places, what to call with begin and end of every stretch of
-        memory that has been read and verified, while it is in cache; two threads call it at once.
+        memory that has been read and verified, while it is in cache; two threads call it at once. reader, num_readers:
+        which of how many processes that read the same now.
         Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or `StorageFailed`.
         """
         for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
@@ -132,7 +135,11 @@ class TensorReader:
         for name, (chunks, begin) in plan.files.items():
             record = manifest.files[name]
             image = memory[begin : begin + whole_pages(record.size)]
-            read_chunks(version_dir / name, record, chunks, image, disk, on_stretch and _shifted(on_stretch, begin))
+            on_chunk = on_stretch and _shifted(on_stretch, begin)
+            # What one has read, the others find in the page cache: each begins with another part.
+            first = len(chunks) * reader // num_readers
+            ordered = (*chunks[first:], *chunks[:first])
+            read_chunks(version_dir / name, record, ordered, image, disk, on_chunk, direct=num_readers == 1)
         plan.assemble(memory)
         return memory, plan.places
 

@@ -84,6 +84,16 @@ def test_runs_put_every_tensor_into_its_place_and_gaps_stay(tmp_path: Path) -> N
     assert {part: len(runs) for part, runs in parts.items()} == {"weight": 2, "exp_avg": 2}
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_of_many_ranks_reads_all(tmp_path: Path, rank: int) -> None:
+    directory = publish(tmp_path, tensors())
+    alone = reader().read(directory, read_manifest(directory), KeptMemory())
+    among = reader().read(directory, read_manifest(directory), KeptMemory(), rank, 3)
+    for part in PARTS:
+        for one, other in zip(alone[part], among[part], strict=True):
+            assert torch.equal(one.values, other.values)
+
+
 def test_one_reader_reads_checkpoint_after_checkpoint(tmp_path: Path) -> None:
     one, memory = reader(), KeptMemory()
     for at in range(3):
