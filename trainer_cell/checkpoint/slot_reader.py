@@ -55,8 +55,10 @@ class SlotReader:
     def read(
         self, directory: Path, manifest: Manifest, memory: KeptMemory, rank: int = 0, world: int = 1
     ) -> dict[str, list[Run]]:
-        """Each part, in `memory`, until that is given to the next; `world` ranks read at once. Raises what `TensorReader` raises, and
-        `CommandFailed` (NON_FINITE_STATE) for NaN and infinity."""
+        """Each part, in `memory`, until that is given to the next; `world` ranks read at once.
+
+        Raises what `TensorReader` raises, and `CommandFailed` (NON_FINITE_STATE) for NaN and infinity.
+        """
         looking: list[_Looking] = []
 
         def look(read: memoryview, places: Mapping[str, tuple[int, int]]) -> _Looking:
