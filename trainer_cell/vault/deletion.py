@@ -12,7 +12,7 @@ sweep or start-up. A version on which a reader holds a lease stays until it is l
 from __future__ import annotations
 
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,16 +32,30 @@ def delete_checkpoint(vault: Vault, address: CheckpointAddress) -> bool:
 
     Raises `CheckpointPinned` with nothing changed, or `StorageFailed`; a retry is fine.
     """
+    return _delete(vault, address, "deleted", lambda: True)
+
+
+def delete_expired(vault: Vault, address: CheckpointAddress, is_expired: Callable[[], bool]) -> bool:
+    """The same for a checkpoint whose TTL is over. is_expired: asked once nobody can publish under the name any more.
+
+    Raises `CheckpointPinned` with nothing changed, or `StorageFailed`; a retry is fine.
+    """
+    return _delete(vault, address, "expired", is_expired)
+
+
+def _delete(vault: Vault, address: CheckpointAddress, reason: Reason, is_due: Callable[[], bool]) -> bool:
     try:
         lock = vault.lock_model(address.model_id)
     except NotThere:
-        return unlink_name(vault, address)
+        return is_due() and unlink_name(vault, address)
     with lock:
+        if not is_due():
+            return False
         versions = [name for name in version_names(vault, address.model_id) if name.is_of(address)]
         records = {name: read_record(vault, address.model_id, name) for name in versions}
         if any(record.pinned for record in records.values()):
             raise CheckpointPinned(address.uri)
-        doom(vault, address, records, "deleted")
+        doom(vault, address, records, reason)
         was_there = unlink_name(vault, address)
         gone = set_versions_aside(vault, address.model_id, versions)
     for aside in gone.values():
