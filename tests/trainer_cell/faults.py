@@ -25,7 +25,7 @@ AGREED = {
     "check the step": ("trainer_cell.training.step", "check_adam"),
     "capture": ("trainer_cell.checkpoint.capture", "SaveBuffer.capture"),
     "write": ("trainer_cell.checkpoint.publication", "write_image"),
-    "read": ("trainer_cell.checkpoint.load", "read_tensors"),
+    "read": ("trainer_cell.checkpoint.slot_reader", "SlotReader.read"),
 }
 # Where other ranks wait or have gone on already.
 ENDING = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -25,6 +25,8 @@ from trainer_cell.vault.manifest import (
 )
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+# Indexes and file sizes without a problem: most checkpoints share theirs with others (`read_manifest`).
+_sound: deque[tuple[Mapping[str, TensorRecord], Mapping[str, int]]] = deque(maxlen=16)
 
 
 def directory_problems(directory: Path, manifest: Manifest, disk: Disk = LOCAL_DISK) -> Iterator[str]:
@@ -52,7 +54,13 @@ def index_problems(manifest: Manifest) -> Iterator[str]:
     """Whatever keeps the pieces from covering each tensor, and each file's data, exactly once."""
     for name, record in manifest.files.items():
         yield from (f"file {name}: {problem}" for problem in record_problems(record))
-    yield from tensor_problems(manifest.tensors, {name: record.size for name, record in manifest.files.items()})
+    sizes = {name: record.size for name, record in manifest.files.items()}
+    if any(tensors is manifest.tensors and known == sizes for tensors, known in tuple(_sound)):
+        return
+    problems = list(tensor_problems(manifest.tensors, sizes))
+    if not problems:
+        _sound.append((manifest.tensors, sizes))
+    yield from problems
 
 
 def tensor_problems(tensors: Mapping[str, TensorRecord], sizes: Mapping[str, int]) -> Iterator[str]:

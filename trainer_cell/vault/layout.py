@@ -13,6 +13,7 @@ closed alphabet before it becomes part of a path.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VERSION = re.compile(rf"(weights|sampler_weights)\.([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})\.({ULID_PATTERN})")
 # Less room than this serves nobody; it is found out at start-up, not at the first save.
 _LEAST_FREE_BYTES = 4 << 20
+# Of a path below the root, with every name in it at its longest. A shard's path in staging is shorter than in its
+# version, so that under a root too deep a save would succeed and no load could open it.
+_LONGEST_BELOW = 640
 
 
 class InvalidAddress(VaultError, ValueError):
@@ -147,8 +151,11 @@ class Vault:
         A full disk is a reason only for a root that is new: one that holds checkpoints serves them, and lets its
         tenants delete some, while saves fail.
         """
-        is_new = not self.staging_root.exists()
+        is_new = True
+        if len(os.fsencode(self.root.absolute())) + _LONGEST_BELOW > os.pathconf("/", "PC_PATH_MAX"):
+            raise VaultUnusable(self.root, "its path is too long")
         try:
+            is_new = not self.staging_root.exists()
             missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
             self.make_durable(*reversed(missing), self.staging_root)
             free = self.disk.free_bytes(self.root)

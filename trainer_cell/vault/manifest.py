@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,6 +119,10 @@ class _Version(msgspec.Struct):
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Manifest)
+_tensors_decoder = msgspec.json.Decoder(dict[str, TensorRecord])
+# Around the tensors' lines. Inside a JSON text a line ends nowhere else: in strings it is escaped.
+_TENSORS_BEGIN = b'\n  "tensors": {\n'
+_TENSORS_END = b'\n  },\n  "files": {'
 _version_decoder = msgspec.json.Decoder(_Version)
 
 
@@ -177,13 +182,29 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
         version = _version_decoder.decode(raw).format_version
         if version != FORMAT_VERSION:
             raise UnsupportedFormat(path, version, FORMAT_VERSION)
-        manifest = _decoder.decode(raw)
+        manifest = _decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointDamaged(path, f"does not read as a manifest: {error}") from error
     for name in manifest.files:
         if not is_shard_name(name):
             raise CheckpointDamaged(path, f"files: {name!r} is not a shard's name")
     return manifest
+
+
+def _decode(raw: bytes) -> Manifest:
+    """As the decoder does it; but of checkpoints of one shape, which are many, the tensors are read once."""
+    begin = raw.find(_TENSORS_BEGIN) + len(_TENSORS_BEGIN)
+    end = raw.find(_TENSORS_END, begin)
+    if begin < len(_TENSORS_BEGIN) or end < 0:
+        return _decoder.decode(raw)  # not as `encode_manifest` writes it
+    manifest = _decoder.decode(b"".join((raw[:begin], raw[end:])))
+    return msgspec.structs.replace(manifest, tensors=_decode_tensors(raw[begin:end]))
+
+
+@lru_cache(maxsize=16)
+def _decode_tensors(entries: bytes) -> dict[str, TensorRecord]:
+    """Shared by those who ask for the same: nobody may change it."""
+    return _tensors_decoder.decode(b"{" + entries + b"}")
 
 
 def read_manifest(version_dir: Path, disk: Disk = LOCAL_DISK) -> Manifest:

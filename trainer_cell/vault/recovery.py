@@ -19,8 +19,8 @@ def settle_publish(
 
     A version that was frozen and not pointed to is pointed to if it verifies and the name has no later version, and
     removed if the name has one, or is taken and not to be overwritten. One that does not verify is left where it is,
-    and so is one that was deleted meanwhile.
-    The caller knows that nobody publishes for this command any more. Raises `StorageFailed`.
+    and so is one that was deleted meanwhile. The caller knows that nobody publishes for this command any more.
+    Raises `StorageFailed`, also when the disk does not let the version be read: whether it is good is then unknown.
     """
     try:
         lock = vault.lock_model(address.model_id)
@@ -34,7 +34,7 @@ def settle_publish(
         if read_record(vault, address.model_id, version).doomed is not None:
             return None
         told = vault.version(address.model_id, version)
-        if verify_version(vault.version_dir(told), disk=vault.disk):
+        if verify_version(vault.version_dir(told), disk=vault.disk, unreadable_is_wrong=False):
             return None
         pointer = Pointer(vault, address, version, f"{epoch}.{new_ulid()}")
         current = vault.resolve(address)  # of one name, versions sort as their ids do

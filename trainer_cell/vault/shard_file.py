@@ -8,9 +8,7 @@ needs it. All long calls (write, fsync, digest) leave the interpreter to other t
 from __future__ import annotations
 
 import errno
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,24 +22,21 @@ from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import StorageFailed
 from trainer_cell.vault.manifest import CHUNK_SIZE, FileRecord, TensorRecord, digest_of_chunks
 from trainer_cell.vault.shard_layout import (
-    PAGE_BYTES,
     PieceSpec,
     ShardLayout,
     image_memory,
+    is_worth_direct,
     lay_out,
     merge_index,
+    whole_pages,
 )
+from trainer_cell.vault.side_by_side import Task, run_side_by_side
 from trainer_cell.vault.staging import Staging
 
 __all__ = ["PieceSpec", "ShardLayout", "TensorPiece", "WrittenShard", "image_memory", "lay_out", "merge_index"]
 __all__ += ["write_image", "write_shard"]
 
 OnBytes = Callable[[int], None]
-
-# What one call writes: with two calls under way the disk has the next one when it is done with the first.
-_PART_BYTES = 4 << 20
-# A smaller file is through the page cache before an unbuffered write has come back.
-_LEAST_UNBUFFERED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -117,65 +112,37 @@ def _tell_nobody(_count: int) -> None:
     pass
 
 
-def _whole_pages(size: int) -> int:
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
-
-
 class _Writing:
-    """The bytes of one file on their way, in parts that two threads take from one list."""
+    """The bytes of one file on their way, a chunk at a time: to the disk, and through the digest."""
 
     def __init__(
         self, disk: Disk, descriptor: int, path: Path, size: int, image: memoryview, on_bytes: OnBytes
     ) -> None:
         self._disk, self._descriptor, self._path = disk, descriptor, path
         self._size, self._image = size, image
-        self._part_bytes = min(_PART_BYTES, CHUNK_SIZE)
         self._is_direct = False
         self._on_bytes, self._telling = on_bytes, Lock()
         self._digests: dict[int, str] = {}
-        self._tasks = deque(self._all_tasks())
 
     def run(self) -> None:
         """Reserve, write and digest the whole file; raises the first error of either thread, once both are done."""
         end = self._size
-        if self._size >= _LEAST_UNBUFFERED and self._part_bytes % PAGE_BYTES == 0:
+        if is_worth_direct(self._size, CHUNK_SIZE):
             self._is_direct = self._disk.set_direct(self._descriptor, self._path, True)
-            end = _whole_pages(end) if self._is_direct else end
+            end = whole_pages(end) if self._is_direct else end
         self._disk.allocate(self._descriptor, self._path, end)
-        if self._size <= self._part_bytes:
-            self._work()
-        else:
-            with ThreadPoolExecutor(1, "shard writer") as helper:
-                others = helper.submit(self._work)
-                self._work()
-            others.result()
+        run_side_by_side(self._tasks(), "shard writer")
         if end != self._size:
             self._disk.truncate(self._descriptor, self._path, self._size)
 
     def digests(self) -> tuple[str, ...]:
         return tuple(digest for _, digest in sorted(self._digests.items()))
 
-    def _all_tasks(self) -> Iterator[Callable[[], None]]:
-        """Each chunk's parts to write and, after the first of them, its digest: the disk is never without a part."""
+    def _tasks(self) -> Iterator[Task]:
         for begin in range(0, self._size, CHUNK_SIZE):
             end = min(begin + CHUNK_SIZE, self._size)
-            for at in range(begin, end, self._part_bytes):
-                yield partial(self._write, at, min(at + self._part_bytes, end))
-                if at == begin:
-                    yield partial(self._digest, begin, end)
-
-    def _work(self) -> None:
-        try:
-            while (task := self._next_task()) is not None:
-                task()
-        finally:
-            self._tasks.clear()  # nobody begins another part when one has failed
-
-    def _next_task(self) -> Callable[[], None] | None:
-        try:
-            return self._tasks.popleft()
-        except IndexError:
-            return None
+            yield partial(self._write, begin, end)
+            yield partial(self._digest, begin, end)
 
     def _digest(self, begin: int, end: int) -> None:
         self._digests[begin] = xxhash.xxh3_128_hexdigest(self._image[begin:end])
@@ -189,7 +156,7 @@ class _Writing:
     def _write_direct(self, begin: int, end: int) -> bool:
         """False when the file system does not take this memory unbuffered; then it is asked no more."""
         try:
-            self._disk.write(self._descriptor, self._path, [self._image[begin : _whole_pages(end)]], begin)
+            self._disk.write(self._descriptor, self._path, [self._image[begin : whole_pages(end)]], begin)
         except StorageFailed as failure:
             if failure.errno != errno.EINVAL:
                 raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -17,6 +18,10 @@ from trainer_cell.vault.manifest import ITEM_BYTES, PieceRecord, TensorDType, Te
 
 # Memory, offset and length of an unbuffered write are multiples of this.
 PAGE_BYTES = 4096
+# A smaller file has gone through the page cache before an unbuffered call has come back.
+_LEAST_DIRECT = 1 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+_MOST_KEPT_BYTES = 1 << 30
 # Of the first tensor in the file, so that an image of the file in memory can be copied to at full width.
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
@@ -59,7 +64,7 @@ class ShardLayout:
     @property
     def image_bytes(self) -> int:
         """Of the memory that holds an image of this file: `size`, in whole pages."""
-        return -(-self.size // PAGE_BYTES) * PAGE_BYTES
+        return whole_pages(self.size)
 
 
 def lay_out(file: str, specs: Iterable[PieceSpec]) -> ShardLayout:
@@ -94,7 +99,10 @@ def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
         offset = end
     text = msgspec.json.encode(entries)
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    # A file of whole pages has no last part that an unbuffered write could not take as it is.
+    is_whole = offset % _ALIGNMENT == 0 and offset >= _LEAST_DIRECT
+    padded, data = (PAGE_BYTES, offset) if is_whole else (_ALIGNMENT, 0)
+    text += b" " * (-(_LENGTH_BYTES + len(text) + data) % padded)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -121,7 +129,36 @@ def merge_index(shards: Iterable[Indexed]) -> dict[str, TensorRecord]:
     return dict(sorted(merged.items()))
 
 
+def whole_pages(num_bytes: int) -> int:
+    """`num_bytes`, rounded up."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def is_worth_direct(size: int, chunk_size: int) -> bool:
+    """Whether a file of `size` bytes should pass by the page cache, in calls of `chunk_size` bytes."""
+    return size >= _LEAST_DIRECT and chunk_size % PAGE_BYTES == 0
+
+
 def image_memory(num_bytes: int) -> memoryview:
-    """Writable zeros that begin at a page, at least `num_bytes` and whole pages of them. Memory that is to be used
-    again is worth keeping: a page costs several times its copy when it is touched first."""
-    return memoryview(mmap.mmap(-1, max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES))
+    """Writable zeros that begin at a page: whole pages of them, at least `num_bytes`. Memory that is needed again is
+    worth keeping: a page costs several times its copy when it is touched first."""
+    memory = mmap.mmap(-1, max(whole_pages(num_bytes), PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+class KeptMemory:
+    """Gives the same memory again and again, more when more is asked for: for one reader at a time."""
+
+    def __init__(self) -> None:
+        self._memory: memoryview = memoryview(b"")
+
+    def __call__(self, num_bytes: int) -> memoryview:
+        """As `image_memory` does, but with any contents; what was given before is given away with it."""
+        if num_bytes > _MOST_KEPT_BYTES:
+            return image_memory(num_bytes)
+        if self._memory.nbytes < num_bytes:
+            self._memory = image_memory(num_bytes)
+        return self._memory

@@ -160,3 +160,13 @@ def test_a_full_disk_refuses_a_new_root_but_not_one_that_holds_checkpoints(tmp_p
         Vault(tmp_path / "new", FullDisk()).create()
     new_vault(tmp_path / "old")
     Vault(tmp_path / "old", FullDisk()).create()
+
+
+def test_a_root_that_cannot_even_be_looked_for_is_unusable(tmp_path: Path) -> None:
+    with pytest.raises(VaultUnusable, match="File name too long"):
+        Vault(tmp_path / ("x" * 300)).create()
+
+
+def test_a_root_that_leaves_no_room_for_the_longest_path_below_is_unusable(tmp_path: Path) -> None:
+    with pytest.raises(VaultUnusable, match="path is too long"):
+        Vault(tmp_path.joinpath(*["d" * 200] * 18)).create()

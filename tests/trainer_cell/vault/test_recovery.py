@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.trainer_cell.vault.checkpoints import ADDRESS, EPOCH, contents, leftovers, load, new_vault, save
 from tests.trainer_cell.vault.disks import Crash, CrashingDisk, RecordingDisk, UnsyncedDisk
+from trainer_cell.vault.disk import Disk
+from trainer_cell.vault.errors import StorageFailed
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.publish import sweep_staging
 from trainer_cell.vault.recovery import settle_publish
@@ -95,6 +98,23 @@ def test_an_orphan_that_does_not_verify_is_neither_made_visible_nor_removed(tmp_
     assert settle_publish(vault, ADDRESS, COMMAND, False, EPOCH) is None
     assert load(vault) is None
     assert version.exists()
+
+
+class _Unreadable(Disk):
+    def read(self, descriptor: int, path: Path, views: Sequence[memoryview], offset: int) -> int:
+        if path.suffix == ".safetensors":
+            raise StorageFailed("read", path, errno.EIO)
+        return super().read(descriptor, path, views, offset)
+
+
+def test_a_version_that_the_disk_does_not_let_be_read_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+    vault = new_vault(tmp_path)
+    version = save(vault, command_id=COMMAND)
+    with pytest.raises(StorageFailed, match="EIO"):
+        settle_publish(Vault(tmp_path, _Unreadable()), ADDRESS, COMMAND, False, EPOCH)
+    found = settle_publish(vault, ADDRESS, COMMAND, False, EPOCH)
+    assert found is not None
+    assert found[0] == version
 
 
 def test_a_command_that_left_nothing_has_no_outcome(tmp_path: Path) -> None:
