@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -48,8 +47,10 @@ def crashed_delete(root: Path) -> None:
     """The name is gone, one of its versions is on its way, the other is where it was."""
 
     class Dying(UnsyncedDisk):
-        def remove_tree(self, path: Path) -> NoReturn:
-            raise Crash("rmdir")
+        def rename(self, source: Path, target: Path) -> None:
+            if target.parent.name == ".staging" and any(target.parent.glob("deleted.*")):
+                raise Crash("rename")
+            super().rename(source, target)
 
     overwritten(root)
     with pytest.raises(Crash):

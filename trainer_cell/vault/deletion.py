@@ -7,6 +7,10 @@
 Without the mark nobody could tell, after a crash, the versions of a name that was deleted from a version that was
 frozen and not yet pointed to, which a start-up makes visible. Whatever is marked is removed by the next deletion,
 sweep or start-up. A version on which a reader holds a lease stays until it is let go.
+
+A mark takes room, and deleting must work on a full disk. There the name goes without it, and the versions follow from
+the oldest on: a crash in between leaves the latest, which a start-up brings back; the deletion, which nobody was told
+of, was none then. What has a lease is marked when the others have made room.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer_cell.vault.errors import CheckpointPinned, NotThere
+from trainer_cell.vault.errors import CheckpointPinned, NotThere, StorageFailed
 from trainer_cell.vault.inventory import version_names
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName
 from trainer_cell.vault.locks import lock_version
@@ -55,12 +59,29 @@ def _delete(vault: Vault, address: CheckpointAddress, reason: Reason, is_due: Ca
         records = {name: read_record(vault, address.model_id, name) for name in versions}
         if any(record.pinned for record in records.values()):
             raise CheckpointPinned(address.uri)
-        doom(vault, address, records, reason)
+        is_marked = doom_if_there_is_room(vault, address, records, reason)
         was_there = unlink_name(vault, address)
         gone = set_versions_aside(vault, address.model_id, versions)
+        if not is_marked:
+            for aside in gone.values():
+                vault.disk.remove_tree(aside)
+            doom(vault, address, {name: records[name] for name in versions if name not in gone}, reason)
     for aside in gone.values():
         vault.disk.remove_tree(aside)
     return was_there
+
+
+def doom_if_there_is_room(
+    vault: Vault, address: CheckpointAddress, records: dict[VersionName, RetentionRecord], reason: Reason
+) -> bool:
+    """As `doom`; False, and some of them marked or none, when the disk is full."""
+    try:
+        doom(vault, address, records, reason)
+    except StorageFailed as failure:
+        if not failure.is_no_space:
+            raise
+        return False
+    return True
 
 
 def doom(vault: Vault, address: CheckpointAddress, records: dict[VersionName, RetentionRecord], reason: Reason) -> None:
@@ -92,7 +113,8 @@ def unlink_name(vault: Vault, address: CheckpointAddress) -> bool:
 
 
 def set_versions_aside(vault: Vault, model_id: str, versions: Sequence[VersionName]) -> dict[VersionName, Path]:
-    """Take versions that no name points at out of sight, durably, but for those with a lease; where they are now.
+    """Take versions that no name points at out of sight, durably and in that order, but for those with a lease; where
+    they are now.
 
     The caller holds the model's lock, and removes what is told once it has let go of it: that may take long.
     """
