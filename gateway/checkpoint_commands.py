@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 from pydantic_settings import CliApp, CliPositionalArg, CliSubCommand, CliToggleFlag
 
+from gateway.format_commands import ExportCheckpoint
 from gateway.scheduling.identity import timestamp
 from gateway.settings import RetentionSettings, StateSettings
 from trainer_cell.vault.collect import Collector, Due
@@ -191,6 +192,7 @@ class CheckpointCommands(BaseModel):
     delete: CliSubCommand[DeleteCheckpoint] = Field(description="delete one checkpoint")
     pin: CliSubCommand[PinCheckpoint] = Field(description="keep one checkpoint")
     unpin: CliSubCommand[UnpinCheckpoint] = Field(description="keep it no longer")
+    export: CliSubCommand[ExportCheckpoint] = Field(description="write one in another format")
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

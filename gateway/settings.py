@@ -16,6 +16,9 @@ from pydantic_settings import BaseSettings, CliSuppress, CliToggleFlag, NoDecode
 from trainer_cell.vault.retention import Rules
 
 _KEY = re.compile(r"tml-[A-Za-z0-9._~+/-]+")
+# Where Megatron tells which iteration of a checkpoint directory is the newest.
+TRACKER = "latest_checkpointed_iteration.txt"
+
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
@@ -105,6 +108,9 @@ class GatewaySettings(RetentionSettings):
     gateway_socket: Directory | None = Field(
         None, description="unix socket the trainer cell dials, in a directory of its own; default: under STATE/run"
     )
+    import_dir: Annotated[tuple[Directory, ...], NoDecode] = Field(
+        (), description="directory clients may import from, with all below it; repeatable"
+    )
     max_body_mb: int = Field(64, ge=1, le=1000, description="largest request body, after decompression, in MiB")
     tenant_quota_gb: float | None = Field(
         None, gt=0, description="most bytes of checkpoints a tenant may have on disk, in 10^9; default: no limit"
@@ -112,7 +118,7 @@ class GatewaySettings(RetentionSettings):
     sweep_interval_s: float = Field(60.0, gt=0, description="between two collections of what need not stay, in seconds")
     stop_grace_s: float = Field(30.0, gt=0, description="longest orderly stop, in seconds; what is left is killed")
 
-    @field_validator("api_key", mode="before")
+    @field_validator("api_key", "import_dir", mode="before")
     @classmethod
     def _split_list(cls, given: object) -> object:
         if isinstance(given, str):
@@ -165,6 +171,20 @@ class ServeSettings(GatewaySettings):
     )
     no_save_optim: CliToggleFlag[bool] = Field(False, description="checkpoints hold the weights alone")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
+    lora_adapter_path: str | None = Field(
+        None, min_length=1, description="checkpoint to start with as model startup:train:0: a directory or an address"
+    )
+    load: Directory | None = Field(
+        None, description="Megatron checkpoint directory whose newest iteration has the base model's weights"
+    )
+
+    @property
+    def is_without_load_optim(self) -> bool:
+        """Asked for, or since `load` names a directory whose training has not saved an iteration."""
+        return self.no_load_optim or (self.load is not None and not (self.load / TRACKER).exists())
+
+    def shown(self) -> dict[str, object]:
+        return {**super().shown(), "no_load_optim": self.is_without_load_optim}
 
     @field_validator("pp")
     @classmethod
@@ -178,4 +198,14 @@ class ServeSettings(GatewaySettings):
 class GatewayProcessSettings(GatewaySettings):
     """The HTTP service alone; a cell started apart dials its socket."""
 
+    base_model: str | None = Field(None, validate_default=True, description="what imports sit on, with --import-dir")
+    cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
     listen_fd: CliSuppress[int | None] = Field(None, description="a listening socket, inherited from the supervisor")
+    start_up: CliSuppress[str | None] = Field(None, description="address of the checkpoint to make a first model of")
+
+    @field_validator("base_model")
+    @classmethod
+    def _check_imports(cls, base_model: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("import_dir") and base_model is None:
+            raise ValueError("is needed with --import-dir: imports are checked against it")
+        return base_model

@@ -133,7 +133,9 @@ def _create(cell: Cell, command: CreateModel) -> ModelCreated:
     if cell.slots.is_resident(command.model_id):
         raise CommandFailed(ErrorKind.MODEL_EXISTS, f"model {command.model_id} is resident already")
     try:
-        slot = cell.ranks.agree(lambda: cell.slots.create(command.model_id, command.adapter, command.seed))
+        slot = cell.ranks.agree(
+            lambda: cell.slots.create(command.model_id, command.adapter, command.seed, command.lr_schedule)
+        )
     except CommandFailed:
         cell.slots.free(command.model_id)  # on the ranks where it went well
         raise

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.scheduling.errors import (
     CheckpointPinned,
     CheckpointUnreadable,
+    ImportNotAllowed,
     InvalidRequest,
     NotFound,
     QueueFull,
@@ -58,6 +59,7 @@ class _Answer(NamedTuple):
 
 _ANSWERS: dict[type[Refused], _Answer] = {
     Unauthorized: _Answer(401, "unauthorized"),
+    ImportNotAllowed: _Answer(403, "import_not_allowed"),
     NotFound: _Answer(404, "not_found"),
     BodyTooLarge: _Answer(413, "body_too_large"),
     UnsupportedBody: _Answer(415, "unsupported_body"),

@@ -58,6 +58,7 @@ class CheckpointStatus(BaseModel):
     step: int
     iteration: int
     has_optimizer: bool
+    has_scheduler: bool
     size_bytes: int
     created: datetime
     expires: datetime | None
@@ -133,6 +134,7 @@ def checkpoint_status(entry: Entry) -> CheckpointStatus:
         step=manifest.step,
         iteration=manifest.iteration,
         has_optimizer=manifest.has_optimizer,
+        has_scheduler=manifest.has_scheduler,
         size_bytes=entry.size_bytes,
         created=entry.created,
         expires=entry.expires,

@@ -18,6 +18,7 @@ from gateway.scheduling.requests import (
     CreateFromCheckpointRequest,
     CreateRequest,
     ForwardBackwardRequest,
+    ImportRequest,
     LoadRequest,
     OptimStepRequest,
     RejectedRequest,
@@ -105,15 +106,17 @@ class Dispatcher:
                 return await self._optim_step(queue, future, future.request)
             case UnloadRequest():
                 return await self._unload(model)
-            case SaveRequest() | RejectedRequest():
-                raise AssertionError("a save is captured, and a rejected request is answered without the cell")
+            case SaveRequest() | RejectedRequest() | ImportRequest():
+                raise AssertionError("a save is captured, the others are answered without the cell")
 
     async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:
         check_create(request, hello)
         assert model.adapter is not None
         assert model.seed is not None
         await self._make_room(hello)
-        created = await self._link.execute(CreateModel(new_command_id(), model.model_id, model.adapter, model.seed))
+        created = await self._link.execute(
+            CreateModel(new_command_id(), model.model_id, model.adapter, model.seed, request.lr_schedule)
+        )
         model.base_model = hello.base_model.name
         self._now_resident(model)
         return created
@@ -162,7 +165,7 @@ class Dispatcher:
                 "a forward_backward of this step failed, so its gradient is incomplete: no step was made, and the "
                 "accumulated gradient was dropped",
             )
-        stepped = await self._link.execute(OptimStep(new_command_id(), model.model_id, request.adam))
+        stepped = await self._link.execute(OptimStep(new_command_id(), model.model_id, request.adam, request.scheduled))
         assert isinstance(stepped, OptimStepDone)
         model.step, model.iteration = stepped.step, stepped.iteration
         queue.window.clear()

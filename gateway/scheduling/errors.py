@@ -5,6 +5,7 @@ Exceptions know no HTTP: `gateway.http.errors` holds the one table that gives ea
     Refused
       NotFound
         UnknownSession · UnknownModel · UnknownFuture · UnknownCheckpoint
+      ImportNotAllowed
       InvalidRequest
         CheckpointUnreadable
           CheckpointUnsupported
@@ -47,6 +48,10 @@ class UnknownCheckpoint(NotFound):
 
 class InvalidRequest(Refused):
     """The request cannot be understood or names something impossible."""
+
+
+class ImportNotAllowed(Refused):
+    """The operator does not let this path be imported from; whether anything is there is not told."""
 
 
 class SequenceConflict(Refused):

@@ -16,6 +16,7 @@ from trainer_cell.protocol.commands import AdapterSpec, LoadState
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import BaseModel, StateLoaded
 from trainer_cell.ranks import Ranks
+from trainer_cell.training.lr_schedule import LrScheduler, read_scheduler
 from trainer_cell.training.slots import Slot, SlotTable
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.manifest import Manifest, read_manifest
@@ -47,6 +48,7 @@ class _Read:
     manifest: Manifest
     parts: dict[str, list[Run]]
     with_optimizer: bool
+    scheduler: LrScheduler | None
 
 
 def load_slot(context: LoadContext, slots: SlotTable, command: LoadState) -> StateLoaded:
@@ -72,7 +74,7 @@ def load_slot(context: LoadContext, slots: SlotTable, command: LoadState) -> Sta
         step=slot.optimizer.step,
         iteration=slot.optimizer.iteration,
         optimizer_restored=read.with_optimizer,
-        scheduler_restored=False,
+        scheduler_restored=read.scheduler is not None,
         reason=_reason(context, command),
     )
 
@@ -97,6 +99,7 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         directory = context.vault.version_dir(command.version)
         manifest = read_manifest(directory)
     _check_manifest(context, slot, manifest)
+    scheduler = None if manifest.scheduler is None else read_scheduler(manifest.scheduler)
     with_optimizer = command.load_optimizer and not context.no_load_optim
     if with_optimizer and not manifest.has_optimizer:
         raise CommandFailed(
@@ -106,7 +109,7 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
     needed = _needed_parts(stored, with_optimizer, manifest.dtype, context.dtype)
     reader = _reader(context, slot, stored, needed, manifest.dtype)
     with vault_failures():
-        return _Read(manifest, reader.read(directory, manifest, context.memory), with_optimizer)
+        return _Read(manifest, reader.read(directory, manifest, context.memory), with_optimizer, scheduler)
 
 
 def _reader(
@@ -157,6 +160,8 @@ def _apply(slot: Slot, read: _Read) -> None:
         optimizer.fresh_moments()
     optimizer.iteration = read.manifest.iteration
     optimizer.last_params = read.manifest.adam_params
+    if read.scheduler is not None:  # else the model keeps its own, if it has one
+        optimizer.scheduler = read.scheduler
     optimizer.clear_gradients()
 
 

@@ -39,11 +39,13 @@ class Captured:
     iteration: int
     adam_params: AdamParams | None
     has_optimizer: bool
+    scheduler: dict[str, float | int | str | bool] | None
 
     @classmethod
     def of(cls, slot: Slot, has_optimizer: bool) -> Captured:
         optimizer = slot.optimizer
-        return cls(slot.spec, optimizer.step, optimizer.iteration, optimizer.last_params, has_optimizer)
+        scheduler = None if optimizer.scheduler is None else optimizer.scheduler.state()
+        return cls(slot.spec, optimizer.step, optimizer.iteration, optimizer.last_params, has_optimizer, scheduler)
 
 
 def compose_manifest(
@@ -67,7 +69,8 @@ def compose_manifest(
         iteration=captured.iteration,
         step=captured.step,
         has_optimizer=captured.has_optimizer,
-        has_scheduler=False,
+        has_scheduler=captured.scheduler is not None,
+        scheduler=captured.scheduler,
         adam_params=captured.adam_params,
         layout=facts.layout,
         dtype=facts.dtype,

@@ -76,6 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     base_model, base_digest: wire name of the base model, and digest of its weights.
     targets: module names the adapter sits on; adam_params: those of the last step, None before the first.
     step: Adam's; iteration: optimizer steps in the model's life. layout: parallel sizes at the save.
+    scheduler: state of Megatron's `OptimizerParamScheduler` and what that leaves out of it (init_lr and those of WSD),
+    counted in optimizer steps; not in the file when there is none.
     dtype: of the weights; non_finite: whether any stored tensor holds NaN or infinity.
     tensors: by key `<peft name>/<weight|master|exp_avg|exp_avg_sq>`; files: by name, the manifest itself aside.
     manifest_digest: set by `read_manifest`; what is given to `encode_manifest` is ignored.
@@ -95,6 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int
     has_optimizer: bool
     has_scheduler: bool
+    scheduler: dict[str, float | int | str | bool] | None = None
     adam_params: AdamParams | None
     layout: Layout
     dtype: Literal["fp32", "bf16"]
@@ -131,6 +134,8 @@ def encode_manifest(manifest: Manifest, tensors_text: bytes | None = None) -> by
 
     Raises `ValueError` for a manifest that would not read back as it is.
     """
+    if problem := _scheduler_problem(manifest):
+        raise ValueError(problem)
     if tensors_text is None:
         raw = _encode(manifest, encode_entries(manifest.tensors))
         _check_reads_back(manifest, raw)
@@ -145,6 +150,8 @@ def _encode(manifest: Manifest, tensors_text: bytes) -> bytes:
     lines = []
     for field in Manifest.__struct_fields__[:-1]:
         value = getattr(manifest, field)
+        if field == "scheduler" and value is None:
+            continue
         text = tensors_text if field == "tensors" else encode_entries(value) if field == "files" else _json(value)
         lines.append(f'  "{field}": '.encode() + text)
     body = b"{\n" + b",\n".join(lines)
@@ -185,6 +192,8 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
         manifest = _decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointDamaged(path, f"does not read as a manifest: {error}") from error
+    if problem := _scheduler_problem(manifest):
+        raise CheckpointDamaged(path, problem)
     for name in manifest.files:
         if not is_shard_name(name):
             raise CheckpointDamaged(path, f"files: {name!r} is not a shard's name")
@@ -205,6 +214,12 @@ def _decode(raw: bytes) -> Manifest:
 def _decode_tensors(entries: bytes) -> dict[str, TensorRecord]:
     """Shared by those who ask for the same: nobody may change it."""
     return _tensors_decoder.decode(b"{" + entries + b"}")
+
+
+def _scheduler_problem(manifest: Manifest) -> str | None:
+    if manifest.has_scheduler == (manifest.scheduler is not None):
+        return None
+    return f"has_scheduler is {str(manifest.has_scheduler).lower()}, and scheduler tells otherwise"
 
 
 def read_manifest(version_dir: Path, disk: Disk = LOCAL_DISK) -> Manifest:

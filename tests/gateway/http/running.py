@@ -17,6 +17,7 @@ from gateway.http.limits import Limits
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.sweeper import Sweeper
 from tests.fakes.fake_cell import FakeCell
@@ -130,8 +131,10 @@ def running_gateway(
     quota_bytes: int | None = None,
     rules: Rules | None = None,
     sweep_interval_s: float = 3600,
+    imports: Callable[[Scheduler], Imports] | None = None,
 ) -> Iterator[RunningGateway]:
-    """With a cell attached, unless told otherwise. rules: recovers the root and sweeps, as a service does."""
+    """With a cell attached, unless told otherwise, and without imports. rules: recovers the root and sweeps, as a
+    service does."""
     vault = Vault(directory / "checkpoints")
     vault.create()
     socket_path = directory / "run" / "cell.sock"
@@ -141,7 +144,7 @@ def running_gateway(
     if rules is not None:
         collector = Collector(vault, rules, catalog.inventory)
         sweeper = Sweeper(vault, collector, sweep_interval_s, recover(vault), least_pause_s=0.02)
-    app = create_app(scheduler, KEYS, limits, sweeper)
+    app = create_app(scheduler, KEYS, limits, sweeper, imports(scheduler) if imports else None)
     with listening(app, lambda config: Server(config, app), port) as where:
         running = RunningGateway(app, scheduler, where, socket_path, vault.root)
         try:

@@ -15,14 +15,21 @@ import pytest
 from gateway.scheduling.cell_link import CellLink, CellLost, SocketDirectoryOpen
 from tests.fakes.fake_cell import BASE, FakeCell
 from tests.gateway.scheduling.rig import reached, within
-from trainer_cell.protocol.commands import AdapterSpec, CreateModel, FreeModel, SaveState, decode_command
+from trainer_cell.protocol.commands import (
+    PROTOCOL_VERSION,
+    AdapterSpec,
+    CreateModel,
+    FreeModel,
+    SaveState,
+    decode_command,
+)
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.framing import MAX_FRAME_BYTES, read_frame, write_frame
 from trainer_cell.protocol.outcomes import Hello, Layout, ModelFreed, Progress, encode_said
 from trainer_cell.vault.layout import Vault
 
 ADAPTER = AdapterSpec(4, 32.0, True, True, True)
-HELLO = Hello(1, "epoch", Layout(1, 1, 1, 1), BASE, "fp32", True, False, False, 8, 64, ())
+HELLO = Hello(PROTOCOL_VERSION, "epoch", Layout(1, 1, 1, 1), BASE, "fp32", True, False, False, 8, 64, ())
 
 
 @contextmanager
@@ -96,7 +103,7 @@ async def test_a_second_cell_is_refused_while_one_is_attached(link: CellLink, tm
 
 
 async def test_another_protocol_is_refused(link: CellLink, tmp_path: Path) -> None:
-    with FakeCell(link.socket_path, tmp_path, protocol_version=2) as cell:
+    with FakeCell(link.socket_path, tmp_path, protocol_version=PROTOCOL_VERSION + 1) as cell:
         assert await asyncio.to_thread(cell.hello_was_refused.wait, 20)
         assert link.hello is None
 
