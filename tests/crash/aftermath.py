@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from tests.crash.workload import ADDRESS, COMMAND, NEW, NUM_BYTES, OLD, prepared, save
 from tests.trainer_cell.vault.disks import Crash, UnsyncedDisk
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.layout import Vault
-from trainer_cell.vault.listing import delete_checkpoint
 from trainer_cell.vault.publish import begin
 
 
@@ -48,8 +47,10 @@ def crashed_delete(root: Path) -> None:
     """The name is gone, one of its versions is on its way, the other is where it was."""
 
     class Dying(UnsyncedDisk):
-        def remove_tree(self, path: Path) -> NoReturn:
-            raise Crash("rmdir")
+        def rename(self, source: Path, target: Path) -> None:
+            if target.parent.name == ".staging" and any(target.parent.glob("deleted.*")):
+                raise Crash("rename")
+            super().rename(source, target)
 
     overwritten(root)
     with pytest.raises(Crash):

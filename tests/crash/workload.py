@@ -18,13 +18,15 @@ from tests.trainer_cell.vault.checkpoints import EPOCH, leftovers, manifest_of
 from tests.trainer_cell.vault.disks import UnsyncedDisk
 from trainer_cell.vault import manifest as manifests
 from trainer_cell.vault import shard_file
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import StorageFailed, VaultError
 from trainer_cell.vault.layout import CheckpointAddress, Vault
-from trainer_cell.vault.listing import delete_checkpoint, list_checkpoints
+from trainer_cell.vault.listing import list_checkpoints
 from trainer_cell.vault.manifest import ITEM_BYTES, TensorDType, read_manifest
 from trainer_cell.vault.publish import abandon, begin, finish, sweep_staging
 from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.shard_file import TensorPiece, write_shard
+from trainer_cell.vault.startup import recover
 from trainer_cell.vault.verify import Wanted, read_tensors, verify_version
 
 ADDRESS = CheckpointAddress("s-1:train:0", "weights", "n")
@@ -143,6 +145,7 @@ def check_recovery(root: Path, allowed: Allowed, pending: Pending | None = None)
             _settle(vault, pending, found)
         _sweep(vault)
         demand({at: state_of(vault, at) for at in allowed} == found, "recovery has changed what a name holds")
+        _start(vault, allowed, found)
         _check_list(vault, found)
         _go_on(vault, found)
     except VaultError as error:
@@ -180,6 +183,20 @@ def _sweep(vault: Vault) -> None:
     sweep_staging(vault)
     demand(leftovers(vault) == [], f"the sweep leaves {leftovers(vault)}")
     demand(sweep_staging(vault) == [], "a second sweep finds something")
+
+
+def _start(vault: Vault, allowed: Allowed, found: dict[CheckpointAddress, State]) -> None:
+    """A start-up has only deletions to end: a name that was gone stays gone, another keeps what it held."""
+    report = recover(vault)
+    demand(report.errors == (), f"a start-up fails: {report.errors}")
+    demand({finding.what for finding in report.findings} <= {"deleted"}, f"a start-up did more: {report.findings}")
+    for address, before in found.items():
+        found[address] = state_of(vault, address)
+        demand(
+            found[address] == before or (found[address] is None and None in allowed[address]),
+            f"{address.uri} held {before}, and after a start-up {found[address]}",
+        )
+    demand(recover(vault).findings == (), "a second start-up finds something")
 
 
 def _check_list(vault: Vault, found: Mapping[CheckpointAddress, State]) -> None:
