@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import pytest
 
@@ -13,6 +14,8 @@ from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.listing import delete_checkpoint
 from trainer_cell.vault.publish import begin
 
+T = TypeVar("T")
+
 
 class DyingDisk(UnsyncedDisk):
     """Its process dies where a name is about to be changed."""
@@ -20,7 +23,7 @@ class DyingDisk(UnsyncedDisk):
     def __init__(self, at: str) -> None:
         self._at = at
 
-    def call(self, operation, path, act):  # type: ignore[no-untyped-def]
+    def call(self, operation: str, path: Path, act: Callable[[], T]) -> T:
         if operation == self._at and path.parent.name == "weights":
             raise Crash(operation)
         return super().call(operation, path, act)

@@ -2,7 +2,8 @@
 
     python -m tests.crash.block_log MOUNTPOINT IMAGE LOG
 
-The mount point then holds one file, `disk`, with the bytes of IMAGE, to which they are written too. Needs the package mfusepy and libfuse.
+The mount point then holds one file, `disk`, with the bytes of IMAGE, to which they are written too. Needs the package
+mfusepy, and libfuse.
 """
 
 from __future__ import annotations

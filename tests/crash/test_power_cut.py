@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.aftermath import crashed_delete, crashed_overwrite, overwritten, unanswered_overwrite
-from tests.crash.power import STRATEGIES, Log, PoweredDisk, Strategy, Wrote
+from tests.crash.power import STRATEGIES, Log, PoweredDisk, Strategy, SyncFailed, Wrote
 from tests.crash.workload import (
     ADDRESS,
     BYSTANDER,
@@ -30,7 +31,8 @@ from tests.crash.workload import (
     save,
     states,
 )
-from tests.crash.wrong_orders import SyncedTooEarly, reference_save
+from tests.crash.wrong_orders import FirstTimes, RetryingDisk, SyncedTooEarly, ThroughDisk, reference_save
+from trainer_cell.vault.errors import AlreadyThere, CheckpointExists, StorageFailed
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.listing import delete_checkpoint
 from trainer_cell.vault.publish import abandon, begin, sweep_staging
@@ -201,7 +203,7 @@ NEEDED_SYNCS: dict[str, Callable[[Path], bool]] = {
 @pytest.mark.parametrize("which", NEEDED_SYNCS)
 def test_a_single_sync_left_out_is_caught(scratch: Path, which: str) -> None:
     def on(top: Path) -> PoweredDisk:
-        return PoweredDisk(top, ignores=lambda operation, path: NEEDED_SYNCS[which](path))
+        return PoweredDisk(top, ignores=NEEDED_SYNCS[which])
 
     scenario = SCENARIOS["the first save of all"]
     log = record(scenario, scratch / "recorded", on)
@@ -210,7 +212,7 @@ def test_a_single_sync_left_out_is_caught(scratch: Path, which: str) -> None:
 
 def test_a_delete_whose_names_are_not_synced_is_caught(scratch: Path) -> None:
     def on(top: Path) -> PoweredDisk:
-        return PoweredDisk(top, ignores=lambda operation, path: path.name == "weights")
+        return PoweredDisk(top, ignores=lambda path: path.name == "weights")
 
     scenario = SCENARIOS["a delete"]
     log = record(scenario, scratch / "recorded", on)
@@ -220,5 +222,63 @@ def test_a_delete_whose_names_are_not_synced_is_caught(scratch: Path) -> None:
 def test_data_written_after_its_sync_is_caught(scratch: Path) -> None:
     scenario = SCENARIOS["an overwrite"]
     log = record(scenario, scratch / "recorded", SyncedTooEarly)
+    found = "\n".join(sweep(scenario, log, scratch / "disks", STRATEGIES, seed=0).violations)
+    assert "is published and damaged" in found
+
+
+@pytest.mark.parametrize("name", ["a model's first save", "an overwrite"])
+def test_a_name_whose_first_syncs_fail_is_durable_once_it_is_acknowledged(scratch: Path, name: str) -> None:
+    def on(top: Path) -> PoweredDisk:
+        return PoweredDisk(top, fails=FirstTimes(2, lambda path: path.name == "weights"))
+
+    scenario = SCENARIOS[name]
+    log = record(scenario, scratch / "recorded", on)
+    assert sum(isinstance(change, SyncFailed) for change in log.changes) == 2
+    done = sweep(scenario, log, scratch / "disks", STRATEGIES, seed=0)
+    assert done.violations == []
+    assert done.seen == {scenario.before, scenario.after}
+
+
+def _save_in_vain(vault: Vault) -> None:
+    with pytest.raises(StorageFailed, match="EIO"):
+        save(vault, NEW, overwrite=True, shards=2)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 9))])
+@pytest.mark.parametrize("which", ["rank00001.safetensors", "manifest.json", ".versions"])
+def test_a_save_whose_sync_fails_changes_nothing_whatever_comes_then(scratch: Path, which: str, seed: int) -> None:
+    def on(top: Path) -> PoweredDisk:
+        return PoweredDisk(top, fails=FirstTimes(1, lambda path: path.name == which))
+
+    scenario = Scenario(lambda root: prepared(root, overwrite=True), _save_in_vain, OLD, OLD)
+    log = record(scenario, scratch / "recorded", on)
+    by_chance: tuple[Strategy, ...] = ("anything",) * 4
+    assert sweep(scenario, log, scratch / "disks", STRATEGIES + by_chance, seed).violations == []
+
+
+def _save_over_a_taken_name(vault: Vault) -> None:
+    """The name is taken between the freeze and the link."""
+    with pytest.raises(CheckpointExists):
+        save(Vault(vault.root, TakenAtTheLast(vault.disk)), NEW)
+
+
+class TakenAtTheLast(ThroughDisk):
+    def symlink(self, target: str, path: Path) -> None:
+        if path.name == "n":
+            raise AlreadyThere("symlink", path, errno.EEXIST)
+        super().symlink(target, path)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 9))])
+def test_a_frozen_version_that_is_taken_back_never_comes_back_in_part(scratch: Path, seed: int) -> None:
+    scenario = Scenario(lambda root: prepared(root, overwrite=False), _save_over_a_taken_name, None, None)
+    log = record(scenario, scratch / "recorded")
+    by_chance: tuple[Strategy, ...] = ("anything",) * 12
+    assert sweep(scenario, log, scratch / "disks", STRATEGIES + by_chance, seed).violations == []
+
+
+def test_a_failed_sync_that_is_tried_again_on_the_same_file_is_caught(scratch: Path) -> None:
+    scenario = SCENARIOS["an overwrite"]
+    log = record(scenario, scratch / "recorded", RetryingDisk)
     found = "\n".join(sweep(scenario, log, scratch / "disks", STRATEGIES, seed=0).violations)
     assert "is published and damaged" in found
