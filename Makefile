@@ -10,7 +10,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
-NEWEST_PYTHON ?= $(shell command -v python3.12 || ls $(HOME)/.pyenv/versions/3.12.*/bin/python 2>/dev/null | tail -1)
+# A name may be there and not run, as pyenv's are for versions that are not chosen.
+NEWEST_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 

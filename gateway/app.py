@@ -17,9 +17,11 @@ from gateway.http import (
     errors,
     futures,
     health,
+    imports,
     models,
     rest,
     rest_reading,
+    retention,
     runs,
     sessions,
     training,
@@ -29,17 +31,26 @@ from gateway.http.context import Gateway
 from gateway.http.describe import document
 from gateway.http.limits import BodyLimit, Limits
 from gateway.scheduling.errors import Refused
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.sweeper import Sweeper
 from trainer_cell.vault.errors import VaultError
 
 # Of the plain REST face, as its paths have it; the SDK's routes follow the SDK.
 API_VERSION = "1"
-_ROUTED = (health, rest, rest_reading, sessions, models, training, checkpoints, runs, futures)
+_ROUTED = (health, rest, rest_reading, imports, sessions, models, training, checkpoints, retention, runs, futures)
 
 
-def create_app(scheduler: Scheduler, keys: Mapping[str, str], limits: Limits | None = None) -> FastAPI:
-    """keys: API key → tenant. The scheduler is started and stopped with the application."""
-    gateway = Gateway(scheduler, limits or Limits())
+def create_app(
+    scheduler: Scheduler,
+    keys: Mapping[str, str],
+    limits: Limits | None = None,
+    sweeper: Sweeper | None = None,
+    imports: Imports | None = None,
+) -> FastAPI:
+    """keys: API key → tenant; imports: None when none are allowed. Scheduler and sweeper are started and stopped with
+    the application, imports are stopped with it."""
+    gateway = Gateway(scheduler, limits or Limits(), sweeper, imports)
     app = FastAPI(
         title="cellgate",
         version=API_VERSION,
@@ -66,7 +77,11 @@ def create_app(scheduler: Scheduler, keys: Mapping[str, str], limits: Limits | N
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    await app.state.gateway.scheduler.start()
+    gateway: Gateway = app.state.gateway
+    await gateway.scheduler.start()
+    if gateway.sweeper is not None:
+        gateway.scheduler.catalog.saves.on_replaced = gateway.sweeper.nudge
+        gateway.sweeper.start()
     yield
     await stop(app)
 
@@ -77,7 +92,11 @@ async def stop(app: FastAPI) -> None:
     if gateway.stopping.is_set():
         return
     gateway.stopping.set()
+    if gateway.imports is not None:
+        await gateway.imports.stop()
     await gateway.scheduler.stop(gateway.limits.stop_grace_s)
+    if gateway.sweeper is not None:
+        await gateway.sweeper.stop()
 
 
 class Server(uvicorn.Server):

@@ -8,22 +8,29 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
 from gateway.app import Server, create_app
+from gateway.exit_status import NOT_AGAIN
 from gateway.http.limits import Limits
+from gateway.import_child import ImportChild
 from gateway.keys import keys_in_force
 from gateway.listener import open_listener, url_of
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.start_up import StartUpFailed, first_model_made, submit_first_model
+from gateway.scheduling.sweeper import Sweeper, log_recovery
 from gateway.settings import GatewayProcessSettings
 from gateway.state_directory import StateDirectory, StateUnusable
+from trainer_cell.vault.collect import Collector
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
+from trainer_cell.vault.startup import RecoveryReport, recover
 
 # What is still under way when the scheduler has stopped are answers being sent.
 _LAST_ANSWERS_S = 3
@@ -39,13 +46,19 @@ def run(settings: GatewayProcessSettings) -> int:
         socket_path = settings.gateway_socket or state.socket_path()
         vault.create()
         with vault.lock():
+            # Before the port answers: nobody is shown a checkpoint that is not settled.
+            recovered = recover(vault)
+            log_recovery(recovered)
             listener = _listener(settings)
             if settings.listen_fd is None:
                 # Nobody supervises this process, so nobody else tells.
                 sys.stdout.write(f"cellgate gateway {url_of(settings.host, listener)} cell socket {socket_path}\n")
                 sys.stdout.flush()
-            catalog = Catalog(vault, tenant_digester(secret))
-            return asyncio.run(_serve(settings, CellLink(socket_path), catalog, keys, listener))
+            catalog = Catalog(vault, tenant_digester(secret), settings.tenant_quota_bytes)
+            return asyncio.run(_serve(settings, CellLink(socket_path), catalog, recovered, keys, listener))
+    except StartUpFailed as error:
+        sys.stderr.write(f"cellgate: {error}\n")
+        return NOT_AGAIN
     except (StateUnusable, VaultError, OSError) as error:
         sys.stderr.write(f"cellgate: {error}\n")
         return 1
@@ -77,15 +90,21 @@ async def _serve(
     settings: GatewayProcessSettings,
     link: CellLink,
     catalog: Catalog,
+    recovered: RecoveryReport,
     keys: dict[str, str],
     listener: socket.socket,
 ) -> int:
+    """Raises `StartUpFailed`."""
+
     def on_crash() -> None:
         server.crash()
 
     scheduler = Scheduler(link, catalog, on_crash=on_crash)
+    first = await submit_first_model(scheduler, next(iter(keys.values())), settings.start_up)
     limits = Limits(max_body_bytes=settings.max_body_mb << 20, stop_grace_s=settings.stop_grace_s)
-    app = create_app(scheduler, keys, limits)
+    collector = Collector(catalog.vault, settings.rules, catalog.inventory)
+    sweeper = Sweeper(catalog.vault, collector, settings.sweep_interval_s, recovered, on_crash=on_crash)
+    app = create_app(scheduler, keys, limits, sweeper, _imports(settings, scheduler))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -96,5 +115,19 @@ async def _serve(
         timeout_keep_alive=75,
     )
     server = _SignalledServer(config, app)
+    resuming = asyncio.create_task(first_model_made(scheduler, first))
+    resuming.add_done_callback(lambda task: server.crash() if not task.cancelled() and task.exception() else None)
     await server.serve(sockets=[listener])
+    resuming.cancel()
+    with suppress(asyncio.CancelledError):
+        await resuming
     return 1 if server.has_crashed or not server.started else 0
+
+
+def _imports(settings: GatewayProcessSettings, scheduler: Scheduler) -> Imports | None:
+    if not settings.import_dir:
+        return None
+    assert settings.base_model is not None  # the settings see to it
+    catalog = scheduler.catalog
+    child = ImportChild(catalog.vault.root, settings.base_model, settings.cache, catalog.tenant_digest)
+    return Imports(scheduler.futures, settings.import_dir, child.run)

@@ -1,37 +1,83 @@
-"""`cellgate checkpoints`: reads checkpoint directories as they lie on disk; no service need run, none is disturbed."""
+"""`cellgate checkpoints`: works on checkpoint directories as they lie on disk; no service need run.
+
+Single checkpoints are deleted and pinned under the locks a service takes, too, so that is safe while one runs. `gc`
+looks at the whole root and takes the lock of the root: a running service collects by itself, and `gc` then refuses.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, Field
 from pydantic_settings import CliApp, CliPositionalArg, CliSubCommand, CliToggleFlag
 
-from gateway.settings import StateSettings
+from gateway.format_commands import ExportCheckpoint
+from gateway.scheduling.identity import timestamp
+from gateway.settings import RetentionSettings, StateSettings
+from trainer_cell.vault.collect import Collector, Due
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import CheckpointAddress, Vault
+from trainer_cell.vault.lifetime import pin, unpin
 from trainer_cell.vault.listing import Listed, list_checkpoints
+from trainer_cell.vault.quarantine import Quarantined, empty_quarantine, list_quarantined
+from trainer_cell.vault.staging import sweep_staging
 from trainer_cell.vault.verify import verify_version
 
 
 class ListCheckpoints(StateSettings):
-    """List the published checkpoints, newest first."""
+    """List the published checkpoints, newest first: address, step, bytes, created, expires, pinned or -, state."""
 
     model_id: str | None = Field(None, description="of this model alone")
+    quarantined: CliToggleFlag[bool] = Field(False, description="what a start-up set aside: path, bytes")
 
     def cli_cmd(self) -> None:
-        found = list(list_checkpoints(Vault(self.checkpoint_root), self.model_id))
-        if not found:
+        vault = Vault(self.checkpoint_root)
+        if self.quarantined:
+            lines = [
+                _quarantined(found) for found in list_quarantined(vault) if self.model_id in (None, found.model_id)
+            ]
+        else:
+            lines = [_line(listed) for listed in list_checkpoints(vault, self.model_id)]
+        if not lines:
             sys.stderr.write(f"no checkpoints under {self.checkpoint_root}\n")
-        for listed in found:
-            sys.stdout.write(f"{listed.address.uri}\t{listed.size_bytes} bytes\t{_state(listed)}\n")
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def _line(listed: Listed) -> str:
+    manifest, record = listed.manifest, listed.record
+    if manifest is None:
+        return "\t".join([listed.address.uri, "-", "-", "-", "-", "-", _state(listed)])
+    expires = None if listed.problem else listed.expires
+    return "\t".join(
+        [
+            listed.address.uri,
+            f"step {manifest.step}",
+            f"{listed.size_bytes} bytes",
+            manifest.created,
+            timestamp(expires) if expires is not None else "never",
+            "pinned" if record.pinned else "-",
+            _state(listed),
+        ]
+    )
 
 
 def _state(listed: Listed) -> str:
     if listed.manifest is None or listed.problem:
         return f"damaged: {listed.problem}"
-    return f"step {listed.manifest.step}, {'with' if listed.manifest.has_optimizer else 'without'} optimizer"
+    if listed.record.doomed is not None:
+        return f"being removed: {listed.record.doomed}"
+    if listed.expires is not None and listed.expires <= datetime.now(UTC) and not listed.record.pinned:
+        return "expired"
+    optimizer = "with optimizer" if listed.manifest.has_optimizer else "without optimizer"
+    return f"{optimizer}; {listed.record.note}" if listed.record.note else optimizer
+
+
+def _quarantined(found: Quarantined) -> str:
+    return f"{found.path}\t{found.num_bytes} bytes"
 
 
 class VerifyCheckpoints(StateSettings):
@@ -68,11 +114,85 @@ def _directory(vault: Vault, address: str) -> Path:
     return vault.root / version if version else vault.public_path(parsed)
 
 
+class CollectCheckpoints(RetentionSettings):
+    """Remove what the rules of retention say need not stay, as a service does at intervals; refused while one runs."""
+
+    dry_run: CliToggleFlag[bool] = Field(False, description="tell what would go and why; also while a service runs")
+    quarantined: CliToggleFlag[bool] = Field(False, description="also everything in quarantine")
+
+    def cli_cmd(self) -> None:
+        vault = Vault(self.checkpoint_root)
+        collector = Collector(vault, self.rules)
+        try:
+            if self.dry_run:
+                due, errors = collector.plan()
+                removed = list(list_quarantined(vault)) if self.quarantined else []
+            else:
+                with vault.lock():
+                    collected = collector.collect()
+                    sweep_staging(vault)
+                    removed = empty_quarantine(vault) if self.quarantined else []
+                due, errors = list(collected.removed), list(collected.errors)
+                for kept in collected.kept:
+                    sys.stderr.write(f"in use, stays for now: {_due(kept)}\n")
+        except VaultError as error:
+            sys.exit(f"cellgate: {error}")
+        for line in [*map(_due, due), *map(_quarantined, removed)]:
+            sys.stdout.write(f"{line}\n")
+        freed = sum(one.num_bytes for one in due) + sum(found.num_bytes for found in removed)
+        verb = "would be removed" if self.dry_run else "removed"
+        sys.stdout.write(f"{len(due) + len(removed)} {verb}, {freed} bytes\n")
+        sys.exit("".join(f"cellgate: {error}\n" for error in errors).rstrip() if errors else 0)
+
+
+def _due(due: Due) -> str:
+    return f"{due.address.uri}\t{due.version.ulid}\t{due.num_bytes} bytes\t{due.reason}"
+
+
+class _OneCheckpoint(StateSettings):
+    address: CliPositionalArg[str] = Field(description="tinker://<model_id>/<kind>/<name>")
+
+    def _do(self, act: Callable[[Vault, CheckpointAddress], bool], done: str) -> None:
+        try:
+            address = CheckpointAddress.parse(self.address)
+            if not act(Vault(self.checkpoint_root), address):
+                sys.exit(f"cellgate: there is no checkpoint {address.uri}")
+        except VaultError as error:
+            sys.exit(f"cellgate: {error}")
+        sys.stdout.write(f"{address.uri} {done}\n")
+
+
+class DeleteCheckpoint(_OneCheckpoint):
+    """Delete one checkpoint with all its versions, damaged or not; safe while a service runs."""
+
+    def cli_cmd(self) -> None:
+        self._do(delete_checkpoint, "deleted")
+
+
+class PinCheckpoint(_OneCheckpoint):
+    """Keep one checkpoint from TTL, rules, deletion and overwriting; safe while a service runs."""
+
+    def cli_cmd(self) -> None:
+        self._do(pin, "pinned")
+
+
+class UnpinCheckpoint(_OneCheckpoint):
+    """Take the pin from a checkpoint; safe while a service runs."""
+
+    def cli_cmd(self) -> None:
+        self._do(unpin, "unpinned")
+
+
 class CheckpointCommands(BaseModel):
-    """Look at checkpoints on disk."""
+    """Look at checkpoints on disk, and tidy them."""
 
     list: CliSubCommand[ListCheckpoints] = Field(description="the published checkpoints, newest first")
     verify: CliSubCommand[VerifyCheckpoints] = Field(description="whether checkpoints are whole")
+    gc: CliSubCommand[CollectCheckpoints] = Field(description="remove what need not stay")
+    delete: CliSubCommand[DeleteCheckpoint] = Field(description="delete one checkpoint")
+    pin: CliSubCommand[PinCheckpoint] = Field(description="keep one checkpoint")
+    unpin: CliSubCommand[UnpinCheckpoint] = Field(description="keep it no longer")
+    export: CliSubCommand[ExportCheckpoint] = Field(description="write one in another format")
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, CliToggleFlag, SettingsConfigDict, SettingsError
 
 from gateway.checkpoint_commands import CheckpointCommands
+from gateway.format_commands import ExportCheckpoint, ImportCheckpoint
 from gateway.serve import serve
 from gateway.settings import GatewayProcessSettings, ServeSettings
 
@@ -58,6 +59,8 @@ class Cellgate(BaseSettings):
     serve: CliSubCommand[Serve] = Field(description="the gateway and a trainer cell on this host")
     gateway: CliSubCommand[Gateway] = Field(description="the gateway alone")
     config: CliSubCommand[Config] = Field(description="print the options in force")
+    import_: CliSubCommand[ImportCheckpoint] = Field(alias="import", description="make a checkpoint of another's files")
+    export: CliSubCommand[ExportCheckpoint] = Field(description="write a checkpoint in another format")
     checkpoints: CliSubCommand[CheckpointCommands] = Field(description="look at checkpoints on disk")
 
     def cli_cmd(self) -> None:

@@ -12,8 +12,10 @@ from gateway.child_process import log
 from gateway.keys import keys_in_force
 from gateway.listener import open_listener, port_of, probe_url_of, url_of
 from gateway.settings import ServeSettings
+from gateway.start_up import StartUp, StartUpRefused, read_start_up
 from gateway.state_directory import StateDirectory, StateUnusable
 from gateway.supervisor import Plan, Supervisor
+from trainer_cell.vault.errors import VaultError
 
 
 def serve(settings: ServeSettings) -> int:
@@ -26,20 +28,25 @@ def serve(settings: ServeSettings) -> int:
         state.create()
         state.lock()
         keys = keys_in_force(settings, state)
+        start_up = read_start_up(settings, state, keys)
         listener = open_listener(settings.host, settings.port)
-    except (StateUnusable, OSError) as error:
+    except (StateUnusable, StartUpRefused, VaultError, OSError) as error:
         log(f"cellgate: {error}")
         return 1
     with listener:
         log_settings(settings, listener)
-        return asyncio.run(_supervise(plan_of(settings, state, keys, listener), state))
+        for line in start_up.notes:
+            log(f"cellgate: {line}")
+        return asyncio.run(_supervise(plan_of(settings, state, keys, listener, start_up), state))
 
 
 async def _supervise(plan: Plan, state: StateDirectory) -> int:
     return await Supervisor(plan, state).run()
 
 
-def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str], listener: socket.socket) -> Plan:
+def plan_of(
+    settings: ServeSettings, state: StateDirectory, keys: dict[str, str], listener: socket.socket, start_up: StartUp
+) -> Plan:
     gateway_socket = settings.gateway_socket or state.socket_path()
     python = sys.executable
     # Without this `-m` would look for our packages in the current directory first.
@@ -57,7 +64,7 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
         if settings.deterministic is not None:
             options.append("--deterministic" if settings.deterministic else "--no-deterministic")
         options += ["--recompute"] * settings.recompute
-        options += ["--no-load-optim"] * settings.no_load_optim + ["--no-save-optim"] * settings.no_save_optim
+        options += ["--no-load-optim"] * start_up.no_load_optim + ["--no-save-optim"] * settings.no_save_optim
         # The loopback address twice: a host name need not resolve. A cell is never restarted by its agent: a new one
         # is a new epoch, and that is this supervisor's to start.
         torchrun = [python, "-m", "trainer_cell.agent", "--nnodes", "1", "--nproc-per-node", str(settings.ranks)]
@@ -68,12 +75,20 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
     gateway = [python, "-m", "gateway", "--state", str(settings.state), "--checkpoints", str(settings.checkpoint_root)]
     gateway += ["--gateway-socket", str(gateway_socket), "--host", settings.host, "--port", str(port_of(listener))]
     gateway += ["--max-body-mb", str(settings.max_body_mb), "--stop-grace-s", str(settings.stop_grace_s / 2)]
-    gateway += ["--listen-fd", str(listener.fileno())]
+    gateway += ["--replaced-grace-s", str(settings.replaced_grace_s), "--sweep-interval-s"]
+    gateway += [str(settings.sweep_interval_s), "--listen-fd", str(listener.fileno())]
+    for name in ("keep_last", "keep_every", "tenant_quota_gb"):
+        if (value := getattr(settings, name)) is not None:
+            gateway += [f"--{name.replace('_', '-')}", str(value)]
+    if settings.import_dir:
+        gateway += ["--base-model", settings.base_model, "--cache", str(settings.cache)]
+        gateway += [option for directory in settings.import_dir for option in ("--import-dir", str(directory))]
     return Plan(
         gateway=gateway,
         prepare=[
             *(python, "-m", "trainer_cell.training.prepare_base", settings.base_model),
             *("--cache", str(settings.cache), *layout),
+            *(("--weights", str(start_up.weights)) if start_up.weights else ()),
         ],
         cell=cell,
         listener=listener.fileno(),
@@ -83,6 +98,7 @@ def plan_of(settings: ServeSettings, state: StateDirectory, keys: dict[str, str]
         gateway_environment={**environment, "CELLGATE_API_KEY": pairs},
         cell_environment=environment,
         stop_grace_s=settings.stop_grace_s,
+        start_up=("--start-up", start_up.checkpoint.uri) if start_up.checkpoint else (),
     )
 
 

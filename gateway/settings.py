@@ -13,7 +13,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_serializer, field_validator
 from pydantic_settings import BaseSettings, CliSuppress, CliToggleFlag, NoDecode, SettingsConfigDict
 
+from trainer_cell.vault.retention import Rules
+
 _KEY = re.compile(r"tml-[A-Za-z0-9._~+/-]+")
+# Where Megatron tells which iteration of a checkpoint directory is the newest.
+TRACKER = "latest_checkpointed_iteration.txt"
+
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
@@ -80,7 +85,19 @@ class StateSettings(BaseSettings):
         return {**self.model_dump(mode="json"), "checkpoints": str(self.checkpoint_root)}
 
 
-class GatewaySettings(StateSettings):
+class RetentionSettings(StateSettings):
+    """How long checkpoints stay."""
+
+    replaced_grace_s: float = Field(600.0, ge=0, description="how long a version stays after a save replaced it, in s")
+    keep_last: int | None = Field(None, ge=1, description="keep each model's so many latest training checkpoints")
+    keep_every: int | None = Field(None, ge=1, description="keep training checkpoints at multiples of this iteration")
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.replaced_grace_s, self.keep_last, self.keep_every)
+
+
+class GatewaySettings(RetentionSettings):
     """The HTTP service."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -91,10 +108,17 @@ class GatewaySettings(StateSettings):
     gateway_socket: Directory | None = Field(
         None, description="unix socket the trainer cell dials, in a directory of its own; default: under STATE/run"
     )
+    import_dir: Annotated[tuple[Directory, ...], NoDecode] = Field(
+        (), description="directory clients may import from, with all below it; repeatable"
+    )
     max_body_mb: int = Field(64, ge=1, le=1000, description="largest request body, after decompression, in MiB")
+    tenant_quota_gb: float | None = Field(
+        None, gt=0, description="most bytes of checkpoints a tenant may have on disk, in 10^9; default: no limit"
+    )
+    sweep_interval_s: float = Field(60.0, gt=0, description="between two collections of what need not stay, in seconds")
     stop_grace_s: float = Field(30.0, gt=0, description="longest orderly stop, in seconds; what is left is killed")
 
-    @field_validator("api_key", mode="before")
+    @field_validator("api_key", "import_dir", mode="before")
     @classmethod
     def _split_list(cls, given: object) -> object:
         if isinstance(given, str):
@@ -114,6 +138,10 @@ class GatewaySettings(StateSettings):
     @field_serializer("api_key")
     def _mask(self, pairs: tuple[SecretStr, ...]) -> list[str]:
         return [f"tml-********={split_api_key(pair.get_secret_value())[1]}" for pair in pairs]
+
+    @property
+    def tenant_quota_bytes(self) -> int | None:
+        return None if self.tenant_quota_gb is None else round(self.tenant_quota_gb * 1e9)
 
     @property
     def api_keys(self) -> dict[str, str]:
@@ -143,6 +171,20 @@ class ServeSettings(GatewaySettings):
     )
     no_save_optim: CliToggleFlag[bool] = Field(False, description="checkpoints hold the weights alone")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
+    lora_adapter_path: str | None = Field(
+        None, min_length=1, description="checkpoint to start with as model startup:train:0: a directory or an address"
+    )
+    load: Directory | None = Field(
+        None, description="Megatron checkpoint directory whose newest iteration has the base model's weights"
+    )
+
+    @property
+    def is_without_load_optim(self) -> bool:
+        """Asked for, or since `load` names a directory whose training has not saved an iteration."""
+        return self.no_load_optim or (self.load is not None and not (self.load / TRACKER).exists())
+
+    def shown(self) -> dict[str, object]:
+        return {**super().shown(), "no_load_optim": self.is_without_load_optim}
 
     @field_validator("pp")
     @classmethod
@@ -156,4 +198,14 @@ class ServeSettings(GatewaySettings):
 class GatewayProcessSettings(GatewaySettings):
     """The HTTP service alone; a cell started apart dials its socket."""
 
+    base_model: str | None = Field(None, validate_default=True, description="what imports sit on, with --import-dir")
+    cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
     listen_fd: CliSuppress[int | None] = Field(None, description="a listening socket, inherited from the supervisor")
+    start_up: CliSuppress[str | None] = Field(None, description="address of the checkpoint to make a first model of")
+
+    @field_validator("base_model")
+    @classmethod
+    def _check_imports(cls, base_model: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("import_dir") and base_model is None:
+            raise ValueError("is needed with --import-dir: imports are checked against it")
+        return base_model

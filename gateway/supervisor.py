@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import httpx
 
 from gateway.child_process import ChildProcess, log
+from gateway.exit_status import NOT_AGAIN
 from gateway.orphans import adopt_orphans, kill_orphans
 from gateway.state_directory import StateDirectory
 
@@ -32,6 +33,8 @@ class Plan:
 
     prepare: prints the base model's directory as its last line; run once, before the first cell.
     cell: that directory → the command of the cell.
+    start_up: further options of the gateway until the service is ready for the first time. A gateway after that one
+        has none of the models its predecessor had, the first one neither: it would be back where it started.
     listener: file descriptor of the listening socket, which only the gateway inherits; it stays open between two
         gateways, so that a client in that gap waits and is not refused.
     url: where clients reach the gateway; probe_url: where this process does.
@@ -46,6 +49,7 @@ class Plan:
     gateway_environment: Mapping[str, str]
     cell_environment: Mapping[str, str]
     stop_grace_s: float
+    start_up: tuple[str, ...] = ()
     first_pause_s: float = 0.2
 
 
@@ -137,6 +141,8 @@ class Supervisor:
             finally:
                 ready.cancel()
                 await asyncio.wait([ready])
+            if status == NOT_AGAIN:
+                raise GivenUp(child.last_words.rpartition("\n")[2].removeprefix("cellgate: "))
             if not ready.cancelled():
                 ready.result()
                 num_failed, was_ever_ready = 0, True
@@ -152,7 +158,8 @@ class Supervisor:
 
     def _start_gateway(self) -> ChildProcess:
         plan = self._plan
-        return self._start("gateway", plan.gateway, plan.gateway_environment, pass_fds=(plan.listener,))
+        command = plan.gateway if self._is_announced else [*plan.gateway, *plan.start_up]
+        return self._start("gateway", command, plan.gateway_environment, pass_fds=(plan.listener,))
 
     def _start(
         self, name: str, command: list[str], environment: Mapping[str, str], pass_fds: tuple[int, ...] = ()

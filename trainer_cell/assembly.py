@@ -13,10 +13,12 @@ from typing import Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from trainer_cell.checkpoint.capture import CaptureBuffer
+from trainer_cell.checkpoint.capture import SaveBuffers
 from trainer_cell.checkpoint.load import LoadContext
 from trainer_cell.checkpoint.manifest_of import SaveFacts, library_versions
 from trainer_cell.checkpoint.plan import PlanCache
+from trainer_cell.checkpoint.publication import PublishContext
+from trainer_cell.checkpoint.publisher import Publisher, end_process_on_bugs
 from trainer_cell.checkpoint.save import SaveContext
 from trainer_cell.checkpoint.vote import BallotBox
 from trainer_cell.gateway_link import GatewayLink
@@ -58,6 +60,7 @@ def run_cell(settings: CellSettings) -> None:
     """
     layout = _layout(settings)
     choices = _choose(settings)
+    end_process_on_bugs()
     dist.init_process_group("gloo" if choices.device.type == "cpu" else "nccl", timeout=COLLECTIVE_TIMEOUT)
     ranks = Ranks()
     cell, epoch = _build(settings, layout, choices, ranks)
@@ -67,7 +70,7 @@ def run_cell(settings: CellSettings) -> None:
     else:
         link = GatewayLink(settings.gateway_socket, lambda: _hello(settings, choices, cell, epoch))
         link.stop_on_signal(signal.SIGTERM)
-        with cell.saving.vault.hold_epoch(epoch):
+        with cell.saving.publishing.vault.hold_epoch(epoch):
             log.info("cell epoch %s serves %s on %s", epoch, cell.base.description.name, layout)
             serve(cell, link)
         link.close()
@@ -127,12 +130,17 @@ def _build(settings: CellSettings, layout: Layout, choices: _Choices, ranks: Ran
         base=base,
         slots=SlotTable(base, settings.slots, settings.max_lora_rank),
         saving=SaveContext(
-            ranks=ranks,
-            vault=vault,
-            ballots=BallotBox(ranks),
+            publishing=PublishContext(
+                ranks=ranks,
+                vault=vault,
+                ballots=BallotBox(ranks),
+                buffers=SaveBuffers(
+                    settings.save_buffers, settings.save_memory_mb << 20, choices.device.type == "cuda"
+                ),
+                facts=facts,
+            ),
             plans=PlanCache(ranks, choices.dtype),
-            buffer=CaptureBuffer(pin=choices.device.type == "cuda"),
-            facts=facts,
+            publisher=Publisher(),
             no_save_optim=settings.no_save_optim,
         ),
         loading=LoadContext(ranks, vault, base.description, choices.dtype, settings.no_load_optim),
@@ -145,7 +153,7 @@ def _hello(settings: CellSettings, choices: _Choices, cell: Cell, epoch: str) ->
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         epoch=epoch,
-        layout=cell.saving.facts.layout,
+        layout=cell.saving.publishing.facts.layout,
         base_model=cell.base.description,
         dtype=choices.dtype,
         deterministic=choices.deterministic,

@@ -9,8 +9,10 @@ import logging
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trainer_cell.protocol.framing import FrameError, receive_frame, send_frame
@@ -23,12 +25,16 @@ _REDIAL_S = 0.2
 
 
 class GatewayLink:
-    """A blocking connection of rank 0. `hello` is called at each dial, so that it tells the state of that moment."""
+    """A blocking connection of rank 0. `hello` is called at each dial, so that it tells the state of that moment.
+
+    One thread takes frames; any may say something.
+    """
 
     def __init__(self, socket_path: Path, hello: Callable[[], Hello]) -> None:
         self._path = socket_path
         self._hello = hello
         self._connection: socket.socket | None = None
+        self._saying = threading.Lock()
         self._stop_reader, stop_writer = socket.socketpair()
         stop_writer.setblocking(False)
         self._stop_writer = stop_writer
@@ -62,12 +68,17 @@ class GatewayLink:
 
     def say(self, said: Said) -> None:
         """Tell the gateway; what is said while it is gone is lost with its connection."""
-        if self._connection is None:
-            return
-        try:
-            send_frame(self._connection, encode_said(said))
-        except OSError:
-            self._hang_up()
+        frame = encode_said(said)
+        with self._saying:
+            connection = self._connection
+            if connection is None:
+                return
+            try:
+                send_frame(connection, frame)
+            except OSError:
+                # Hanging up is for the thread that waits for frames: it sees the end of the connection now.
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._hang_up()
@@ -101,6 +112,8 @@ class GatewayLink:
         return True
 
     def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection = self._connection
+        if connection is not None:
+            with self._saying:
+                self._connection = None
+            connection.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainer_cell import watchdog
 from trainer_cell.checkpoint.load import LoadContext, load_slot
-from trainer_cell.checkpoint.save import SaveContext, save_slot
+from trainer_cell.checkpoint.save import SaveContext, prepare_save, save_slot
 from trainer_cell.gateway_link import GatewayLink
 from trainer_cell.protocol.commands import (
     Command,
@@ -32,8 +32,8 @@ from trainer_cell.protocol.outcomes import (
     ModelCreated,
     ModelFreed,
     ModelsForgotten,
-    Progress,
     ResidentModel,
+    Said,
     Success,
 )
 from trainer_cell.ranks import Ranks
@@ -71,6 +71,7 @@ def serve(cell: Cell, link: GatewayLink | None) -> None:
         frame = cell.ranks.broadcast(_next_frame(link) if link is not None else None)
         command = decode_command(frame)
         if isinstance(command, Stop):
+            cell.saving.publisher.drain()
             return
         if isinstance(command, Tick):
             continue
@@ -87,22 +88,22 @@ def _next_frame(link: GatewayLink) -> bytes:
     return frame
 
 
-def _say_nothing(_progress: Progress) -> None:
+def _say_nothing(_said: Said) -> None:
     """Only rank 0 has somebody to tell."""
 
 
-def _answer(cell: Cell, command: Command, report: Callable[[Progress], None]) -> Success | Failed | None:
+def _answer(cell: Cell, command: Command, say: Callable[[Said], None]) -> Success | Failed | None:
     try:
-        return execute(cell, command, report)
+        return execute(cell, command, say)
     except CommandFailed as failure:
         assert not isinstance(command, Tick | Stop)
         log.warning("%s of %s failed: %r", type(command).__name__, getattr(command, "model_id", "the cell"), failure)
         return Failed(command.command_id, failure.kind, failure.message)
 
 
-def execute(cell: Cell, command: Command, report: Callable[[Progress], None]) -> Success | None:
-    """Run one command on this rank. All ranks call it together; raises the same `CommandFailed` on each of them,
-    except where only rank 0 has the last word (a save's publish)."""
+def execute(cell: Cell, command: Command, say: Callable[[Said], None]) -> Success | None:
+    """Run one command on this rank. All ranks call it together; raises the same `CommandFailed` on each of them.
+    None for a save: its outcome is said when it is published, which the ranks do not wait for."""
     match command:
         case ForwardBackward():
             return step.forward_backward(cell.base, cell.slots.get(command.model_id), cell.ranks, command)
@@ -116,9 +117,12 @@ def execute(cell: Cell, command: Command, report: Callable[[Progress], None]) ->
         case FreeModel():
             return ModelFreed(command.command_id, cell.slots.free(command.model_id))
         case SaveState():
-            return save_slot(cell.saving, cell.slots.get(command.model_id), command, report)
+            save_slot(cell.saving, cell.slots.get(command.model_id), command, say)
+            return None
         case LoadState():
-            return load_slot(cell.loading, cell.slots, command)
+            loaded = load_slot(cell.loading, cell.slots, command)
+            prepare_save(cell.saving, cell.slots.get(command.model_id))
+            return loaded
         case ForgetModels():
             return ModelsForgotten(command.command_id, _forget(cell.slots, frozenset(command.keep)))
         case Tick() | Stop():
@@ -129,10 +133,13 @@ def _create(cell: Cell, command: CreateModel) -> ModelCreated:
     if cell.slots.is_resident(command.model_id):
         raise CommandFailed(ErrorKind.MODEL_EXISTS, f"model {command.model_id} is resident already")
     try:
-        slot = cell.ranks.agree(lambda: cell.slots.create(command.model_id, command.adapter, command.seed))
+        slot = cell.ranks.agree(
+            lambda: cell.slots.create(command.model_id, command.adapter, command.seed, command.lr_schedule)
+        )
     except CommandFailed:
         cell.slots.free(command.model_id)  # on the ranks where it went well
         raise
+    prepare_save(cell.saving, slot)
     return ModelCreated(command.command_id, slot.num_parameters)
 
 

@@ -42,4 +42,6 @@ class CellSettings(BaseSettings):
         False, description="layers compute again in the backward pass what they would keep: less memory, more work"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: cores / local ranks")
+    save_buffers: int = Field(32, ge=1, description="most saves written at once; each has a copy of its model's state")
+    save_memory_mb: int = Field(2048, ge=1, description="most memory of each rank for those copies, in MiB")
     command_deadline_s: float = Field(3600.0, gt=0, description="a command that takes longer ends the cell")

@@ -10,15 +10,20 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from gateway.http.limits import Limits
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.sweeper import Sweeper
 
 
 @dataclass
 class Gateway:
-    """stopping: set when the gateway begins to go down, which ends every wait."""
+    """stopping: set when the gateway begins to go down, which ends every wait. sweeper: None where nobody collects;
+    imports: None where none are allowed."""
 
     scheduler: Scheduler
     limits: Limits
+    sweeper: Sweeper | None = None
+    imports: Imports | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -27,6 +27,7 @@ Responses = dict[int | str, dict[str, Any]]
 def refusals(*statuses: int) -> Responses:
     """`responses=` of a route: the refusals it can answer with, besides 401 and 422."""
     texts = {
+        403: "The operator does not allow it",
         404: "There is no such thing for this key",
         408: "Not done yet: ask again",
         429: "Too much is waiting, or the gateway is going down: ask again after Retry-After seconds",

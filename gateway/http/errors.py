@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.scheduling.errors import (
+    CheckpointPinned,
     CheckpointUnreadable,
+    ImportNotAllowed,
     InvalidRequest,
     NotFound,
     QueueFull,
@@ -57,10 +59,12 @@ class _Answer(NamedTuple):
 
 _ANSWERS: dict[type[Refused], _Answer] = {
     Unauthorized: _Answer(401, "unauthorized"),
+    ImportNotAllowed: _Answer(403, "import_not_allowed"),
     NotFound: _Answer(404, "not_found"),
     BodyTooLarge: _Answer(413, "body_too_large"),
     UnsupportedBody: _Answer(415, "unsupported_body"),
     InvalidRequest: _Answer(422, "invalid_request"),
+    CheckpointPinned: _Answer(422, "checkpoint_pinned"),
     CheckpointUnreadable: _Answer(422, "checkpoint_unreadable"),
     SequenceConflict: _Answer(422, "sequence_conflict"),
     QueueFull: _Answer(429, "queue_full", retry_after_s=2),

@@ -47,7 +47,18 @@ def _try_again(future: Future, gateway: Gateway) -> JSONResponse:
     body = {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}
     if not gateway.scheduler.is_ready:
         body |= {"queue_state": "paused_capacity", "queue_state_reason": "waiting for a trainer cell"}
+    elif future.waiting_for is not None:
+        body |= {"queue_state": "paused_capacity", "queue_state_reason": future.waiting_for}
+    elif future.progress is not None:
+        body["queue_state_reason"] = _progress_of(future, *future.progress)
     return JSONResponse(body, 408)
+
+
+def _progress_of(future: Future, bytes_done: int, bytes_total: int) -> str:
+    """Of a save, for people."""
+    if bytes_total == 0:
+        return future.state
+    return f"{future.state}: {bytes_done / 1e6:.1f} of {bytes_total / 1e6:.1f} MB"
 
 
 async def wait_for(future: Future, timeout_s: float, gateway: Gateway, request: Request) -> None:

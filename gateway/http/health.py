@@ -35,4 +35,8 @@ async def readyz(gateway: GatewayOf) -> JSONResponse:
 def _reason(gateway: Gateway) -> str | None:
     if gateway.is_stopping:
         return "the gateway is going down"
-    return None if gateway.scheduler.is_ready else "no trainer cell is attached and settled"
+    if gateway.scheduler.is_ready:
+        return None
+    if gateway.scheduler.is_starting_up:
+        return "the model to start with is not made yet"
+    return "no trainer cell is attached and settled"

@@ -33,10 +33,12 @@ class OperationStatus(BaseModel):
     operation: Operation
     state: FutureState
     progress: Progress | None = Field(description="Of a save, while it runs.")
+    waiting_for: str | None = Field(description="Why it has no turn yet, though it is the first of its model's.")
     result: dict[str, Any] | None = Field(
-        description="Once succeeded. Of a save: path, size_bytes, step, iteration, has_optimizer. Of a load: path, "
-        "step, iteration, weights_restored, optimizer_restored, scheduler_restored, and a reason where the optimizer "
-        "was not restored (not_requested, no_load_optim). Numbers that are not finite are left out or null."
+        description="Once succeeded. Of an optim_step: step, iteration, and metrics with the learning_rate taken. Of a "
+        "save or an import: path, size_bytes, step, iteration, has_optimizer. Of a load: path, step, iteration, "
+        "weights_restored, optimizer_restored, scheduler_restored, and a reason where the optimizer was not restored "
+        "(not_requested, no_load_optim). Numbers that are not finite are left out or null."
     )
     error: Failure | None = Field(description="Once failed.")
 
@@ -49,6 +51,7 @@ def status_of(future: Future) -> OperationStatus:
         operation=future.operation,
         state=future.state,
         progress=None if future.progress is None else _progress(*future.progress),
+        waiting_for=future.waiting_for,
         result=rest_result(future) if future.outcome is not None else None,
         error=None
         if failed is None

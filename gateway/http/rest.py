@@ -22,6 +22,7 @@ from gateway.http.errors import back_off
 from gateway.http.futures import Telling, wait_for
 from gateway.http.models import fresh_adapter
 from gateway.http.operations import OperationStatus, accepted_operation, status_of
+from gateway.http.schedules import Schedule, Step
 from gateway.scheduling.requests import CreateRequest, LoadRequest, SaveRequest, UnloadRequest
 
 router = APIRouter(prefix="/v1", tags=["Plain REST"])
@@ -52,6 +53,7 @@ class NewModel(Body):
     train_mlp: bool = True
     train_unembed: bool = True
     user_metadata: wire.TextMetadata = Field(default={})
+    lr_scheduler: Schedule | None = None
 
 
 class NewCheckpoint(Body):
@@ -82,6 +84,7 @@ async def create_model(
             train_mlp=body.train_mlp,
             train_unembed=body.train_unembed,
             user_metadata=body.user_metadata,
+            lr_schedule=None if body.lr_scheduler is None else body.lr_scheduler.as_schedule(),
         )
     )
     return accepted_operation(gateway.scheduler.submit_create_plain(tenant, asked, idempotency_key))
@@ -93,6 +96,15 @@ async def unload_model(
 ) -> JSONResponse:
     """Gives the model's slot away. Its checkpoints stay."""
     return accepted_operation(gateway.scheduler.submit(tenant, model_id, None, UnloadRequest(), idempotency_key))
+
+
+@router.post("/models/{model_id}/optim_step", openapi_extra=json_body(Step), **WRITE)
+async def optim_step(
+    model_id: str, request: Request, gateway: GatewayOf, tenant: TenantOf, idempotency_key: IdempotencyKey = None
+) -> JSONResponse:
+    """One AdamW step over what forward_backward has accumulated, at the learning rate given or at the model's own."""
+    asked = read(Step, await json_of(request)).as_request()
+    return accepted_operation(gateway.scheduler.submit(tenant, model_id, None, asked, idempotency_key))
 
 
 @router.post("/models/{model_id}/checkpoints", openapi_extra=json_body(NewCheckpoint), **WRITE)

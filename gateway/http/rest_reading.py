@@ -58,9 +58,12 @@ class CheckpointStatus(BaseModel):
     step: int
     iteration: int
     has_optimizer: bool
+    has_scheduler: bool
     size_bytes: int
     created: datetime
     expires: datetime | None
+    is_pinned: bool = Field(description="Kept from TTL, rules, deletion and overwriting.")
+    note: str | None = Field(description="What its owner should know: that a start of the service repaired the name.")
     user_metadata: dict[str, str]
 
 
@@ -115,11 +118,11 @@ async def list_checkpoints(
     else:
         entries = await entries_of(gateway, tenant, model_id)
     return CheckpointList(
-        checkpoints=[_checkpoint(entry) for entry in entries[offset : offset + limit]], total=len(entries)
+        checkpoints=[checkpoint_status(entry) for entry in entries[offset : offset + limit]], total=len(entries)
     )
 
 
-def _checkpoint(entry: Entry) -> CheckpointStatus:
+def checkpoint_status(entry: Entry) -> CheckpointStatus:
     manifest = entry.manifest
     return CheckpointStatus(
         path=entry.uri,
@@ -131,8 +134,11 @@ def _checkpoint(entry: Entry) -> CheckpointStatus:
         step=manifest.step,
         iteration=manifest.iteration,
         has_optimizer=manifest.has_optimizer,
+        has_scheduler=manifest.has_scheduler,
         size_bytes=entry.size_bytes,
         created=entry.created,
         expires=entry.expires,
+        is_pinned=entry.record.pinned,
+        note=entry.record.note,
         user_metadata=manifest.user_metadata,
     )

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.http import protobuf
 from gateway.http.bodies import PROTOBUF
 from gateway.scheduling.futures import Future
-from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest, SaveRequest
+from gateway.scheduling.requests import CreateFromCheckpointRequest, ImportRequest, LoadRequest, SaveRequest
 from trainer_cell.protocol.errors import CommandFailed
 from trainer_cell.protocol.outcomes import ForwardBackwardDone, OptimStepDone, StateLoaded, StateSaved, Success
 from trainer_cell.vault.layout import CheckpointAddress
@@ -53,7 +53,7 @@ def _sdk_success(future: Future, outcome: Success) -> dict[str, Any]:
             return {"type": "forward_backward", **_what(future, outcome)}
         case "optim_step":
             return _what(future, outcome)
-        case "save":
+        case "save" | "import":
             return {"type": "save_weights", **_what(future, outcome)}
         case "load":
             return {"type": "load_weights", "model_id": future.model_id, **_what(future, outcome)}
@@ -116,6 +116,8 @@ def _json_number(value: float) -> float | None:
 
 
 def saved_path(future: Future) -> str:
+    if isinstance(future.request, ImportRequest):
+        return CheckpointAddress(future.model_id, "weights", future.request.name).uri
     assert isinstance(future.request, SaveRequest)
     return CheckpointAddress(future.model_id, future.request.kind, future.request.name).uri
 

@@ -72,13 +72,15 @@ async def create_session(request: Request, gateway: GatewayOf, tenant: TenantOf)
         project_id=body.project_id,
         display_name=body.display_name,
     )
-    return replies.SessionCreated(session_id=session.session_id, warning_message=_warning(gateway))
+    return replies.SessionCreated(session_id=session.session_id, warning_message=_warning(gateway, tenant))
 
 
-def _warning(gateway: Gateway) -> str | None:
+def _warning(gateway: Gateway, tenant: str) -> str | None:
     """The SDK shows no field of a load's result: a session's greeting is where a client can be told."""
     hello = gateway.scheduler.hello
-    return NO_LOAD_OPTIM if hello is not None and hello.no_load_optim else None
+    warnings = [NO_LOAD_OPTIM] if hello is not None and hello.no_load_optim else []
+    warnings += [gateway.scheduler.warnings[tenant]] if tenant in gateway.scheduler.warnings else []
+    return ". ".join(warnings) or None
 
 
 @router.post("/session_heartbeat", openapi_extra=json_body(wire.SessionBody), responses=refusals(404))

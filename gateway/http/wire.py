@@ -23,6 +23,8 @@ SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
 ModelSeqId = Annotated[int, Field(ge=0, le=MAX_SEQ_ID)]
 Rate = Annotated[float, Field(ge=0, le=_MAX_RATE, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Eps = Annotated[float, Field(ge=_MIN_EPS, le=_MAX_RATE, allow_inf_nan=False)]
+Norm = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TtlSeconds = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="One hour to ten years.")]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -108,9 +110,9 @@ class AdamParams(Body):
     learning_rate: Rate = 1e-4
     beta1: Beta = 0.9
     beta2: Beta = 0.95
-    eps: float = Field(default=1e-12, ge=_MIN_EPS, le=_MAX_RATE, allow_inf_nan=False)
+    eps: Eps = 1e-12
     weight_decay: Rate = 0.0
-    grad_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: Norm = 0.0
 
 
 class OptimStep(ModelTurn):

@@ -38,6 +38,7 @@ _FIXED_COSTS: dict[Operation, int] = {
     "save": 1024,
     "load": 1024,
     "unload": 64,
+    "import": 1024,
 }
 
 

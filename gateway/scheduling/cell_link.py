@@ -1,4 +1,6 @@
-"""The gateway's end of the socket a trainer cell dials: one cell at a time, one command at a time.
+"""The gateway's end of the socket a trainer cell dials: one cell at a time, one command at a time on its ranks.
+
+A save is on the ranks only until it is captured; its outcome comes later, whatever else was sent meanwhile.
 
 The connection is the cell's sign of life: its end of file is the cell's death, and nothing is ever sent twice.
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer_cell.protocol.commands import PROTOCOL_VERSION, ForgetModels, ModelCommand, encode_command
+from trainer_cell.protocol.commands import PROTOCOL_VERSION, ForgetModels, ModelCommand, SaveState, encode_command
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.framing import FrameError, read_frame, write_frame
 from trainer_cell.protocol.outcomes import Failed, Hello, Progress, Success, decode_said
@@ -43,6 +45,39 @@ class _Greeting(msgspec.Struct):
     protocol_version: int
 
 
+class Flight:
+    """One command that was sent. captured: done once the ranks are free of it; answer: its outcome."""
+
+    def __init__(self, command_id: str, on_progress: Callable[[Progress], None] | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.command_id = command_id
+        self.captured: asyncio.Future[None] = loop.create_future()
+        self.answer: asyncio.Future[Success | Failed] = loop.create_future()
+        self._on_progress = on_progress
+
+    async def outcome(self) -> Success:
+        """Raises `CommandFailed` as the cell answered it, `CellLost` when the connection ends first."""
+        said = await self.answer
+        if isinstance(said, Failed):
+            raise said.as_error()
+        return said
+
+    def hear(self, said: Progress | Success | Failed) -> None:
+        if not isinstance(said, Progress):
+            self.answer.set_result(said)
+        elif self._on_progress is not None:
+            self._on_progress(said)
+        is_free = not isinstance(said, Progress) or said.phase != "capturing"
+        if is_free and not self.captured.done():
+            self.captured.set_result(None)
+
+    def lose(self) -> None:
+        for awaited in (self.answer, self.captured):
+            if not awaited.done():
+                awaited.set_exception(CellLost("the trainer cell was lost before it answered"))
+                awaited.exception()  # known to whoever awaits it, if anybody does
+
+
 class CellLink:
     """Listens at `socket_path`, whose directory is made 0700 if it is not there.
 
@@ -60,9 +95,8 @@ class CellLink:
         self._attached: asyncio.StreamWriter | None = None
         self._connections: set[asyncio.StreamWriter] = set()
         self._last_refusal = ""
-        self._command_id: str | None = None
-        self._answer: asyncio.Future[Success | Failed] | None = None
-        self._on_progress: Callable[[Progress], None] | None = None
+        self._on_ranks: Flight | None = None
+        self._flights: dict[str, Flight] = {}
 
     async def start(self) -> None:
         """Listen; raises `SocketDirectoryOpen`, or `OSError` when the path cannot be bound."""
@@ -88,40 +122,46 @@ class CellLink:
         if self._attached is not None:
             self._attached.close()
 
-    async def execute(
-        self, command: ModelCommand | ForgetModels, on_progress: Callable[[Progress], None] | None = None
-    ) -> Success:
-        """Send one command and wait for its outcome. Not to be called while another is in flight.
+    async def execute(self, command: ModelCommand | ForgetModels) -> Success:
+        """Send one command and wait for its outcome. Not to be called while another is on the ranks.
 
         Raises `CommandFailed` as the cell answered it, `CellLost` when the connection ends first or there is none.
         """
-        if self._attached is None:
-            raise CellLost("no trainer cell is attached")
-        assert self._answer is None, "one command at a time"
-        answer = asyncio.get_running_loop().create_future()
-        self._answer, self._command_id, self._on_progress = answer, command.command_id, on_progress
-        try:
-            said = await self._exchange(self._attached, command, answer)
-        finally:
-            self._answer = self._command_id = self._on_progress = None
-        if isinstance(said, Failed):
-            raise said.as_error()
-        return said
+        return await (await self._send(command, None)).outcome()
 
-    async def _exchange(
-        self,
-        writer: asyncio.StreamWriter,
-        command: ModelCommand | ForgetModels,
-        answer: asyncio.Future[Success | Failed],
-    ) -> Success | Failed:
+    async def capture(self, command: SaveState, on_progress: Callable[[Progress], None]) -> Flight:
+        """Send a save and wait until the ranks are free of it: captured, or failed before. The outcome is the flight's.
+
+        Not to be called while another command is on the ranks. Raises `CellLost`, or `CommandFailed` for what cannot
+        be sent.
+        """
+        return await self._send(command, on_progress)
+
+    async def _send(
+        self, command: ModelCommand | ForgetModels, on_progress: Callable[[Progress], None] | None
+    ) -> Flight:
+        """Until the ranks are free of it."""
+        writer = self._attached
+        if writer is None:
+            raise CellLost("no trainer cell is attached")
+        assert self._on_ranks is None, "one command at a time"
+        flight = self._on_ranks = self._flights[command.command_id] = Flight(command.command_id, on_progress)
+        try:
+            await self._write(writer, command)
+            await flight.captured
+        except FrameError as error:
+            del self._flights[flight.command_id]
+            raise CommandFailed(ErrorKind.BAD_COMMAND, f"the request is too large: {error}") from error
+        finally:
+            self._on_ranks = None
+        return flight
+
+    async def _write(self, writer: asyncio.StreamWriter, command: ModelCommand | ForgetModels) -> None:
         try:
             await write_frame(writer, encode_command(command))
-        except FrameError as error:
-            raise CommandFailed(ErrorKind.BAD_COMMAND, f"the request is too large: {error}") from error
         except ConnectionError as error:
-            # The reading side sees the end of the connection too, and answers with `CellLost`.
+            # The reading side sees the end of the connection too, and tells of it.
             log.warning("the cell hung up while it was sent a command: %s", error)
-        return await answer
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
@@ -175,17 +215,19 @@ class CellLink:
         said = decode_said(frame)
         if isinstance(said, Hello):
             raise FrameError("a second hello on one connection")
-        if said.command_id != self._command_id or self._answer is None or self._answer.done():
+        flight = self._flights.get(said.command_id)
+        if flight is None:
             log.warning("%s of command %s, which is not in flight", type(said).__name__, said.command_id)
-        elif isinstance(said, Progress):
-            if self._on_progress is not None:
-                self._on_progress(said)
-        else:
-            self._answer.set_result(said)
+            return
+        flight.hear(said)
+        if not isinstance(said, Progress):
+            del self._flights[said.command_id]
 
     def _detach(self, hello: Hello) -> None:
         self.hello = self._attached = None
         self.ready.clear()
         self.on_lost(hello)
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(CellLost("the trainer cell was lost before it answered"))
+        flights = tuple(self._flights.values())
+        self._flights.clear()
+        for flight in flights:
+            flight.lose()

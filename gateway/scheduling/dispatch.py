@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 from gateway.scheduling.admission import check_create
 from gateway.scheduling.catalog import Catalog
-from gateway.scheduling.cell_link import CellLink, CellLost
+from gateway.scheduling.cell_link import CellLink, CellLost, Flight
 from gateway.scheduling.futures import Future
-from gateway.scheduling.identity import new_command_id
+from gateway.scheduling.identity import new_command_id, timestamp
 from gateway.scheduling.loadable import find_loadable
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.models import Model
@@ -18,6 +18,7 @@ from gateway.scheduling.requests import (
     CreateFromCheckpointRequest,
     CreateRequest,
     ForwardBackwardRequest,
+    ImportRequest,
     LoadRequest,
     OptimStepRequest,
     RejectedRequest,
@@ -25,6 +26,7 @@ from gateway.scheduling.requests import (
     UnloadRequest,
 )
 from gateway.scheduling.residency import Residency
+from gateway.scheduling.saving import OpenSave
 from gateway.scheduling.settlement import settle_save
 from trainer_cell.protocol.commands import (
     CreateModel,
@@ -45,6 +47,26 @@ from trainer_cell.protocol.outcomes import (
 )
 
 log = logging.getLogger(__name__)
+
+
+class Publishing:
+    """A captured save on its way to the disk."""
+
+    def __init__(self, catalog: Catalog, command: SaveState, hello: Hello, flight: Flight, save: OpenSave) -> None:
+        self._catalog, self._command, self._hello, self._flight, self._save = catalog, command, hello, flight, save
+
+    async def outcome(self) -> Success:
+        """Once it is published. Raises `CommandFailed`, or `CellLost` if the cell went and left no whole version."""
+        try:
+            return await self._flight.outcome()
+        except CellLost:
+            saved = await settle_save(self._catalog.vault, self._command, self._hello.epoch)
+            if saved is None:
+                raise
+            log.warning("the cell was lost while it saved %s, which is complete", saved.version)
+            return saved
+        finally:
+            self._catalog.saves.close(self._save)
 
 
 class Dispatcher:
@@ -82,19 +104,19 @@ class Dispatcher:
                 return await self._forward_backward(model, future.request)
             case OptimStepRequest():
                 return await self._optim_step(queue, future, future.request)
-            case SaveRequest():
-                return await self._save(future, future.request, hello)
             case UnloadRequest():
                 return await self._unload(model)
-            case RejectedRequest():
-                raise AssertionError("answered without the cell")
+            case SaveRequest() | RejectedRequest() | ImportRequest():
+                raise AssertionError("a save is captured, the others are answered without the cell")
 
     async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:
         check_create(request, hello)
         assert model.adapter is not None
         assert model.seed is not None
         await self._make_room(hello)
-        created = await self._link.execute(CreateModel(new_command_id(), model.model_id, model.adapter, model.seed))
+        created = await self._link.execute(
+            CreateModel(new_command_id(), model.model_id, model.adapter, model.seed, request.lr_schedule)
+        )
         model.base_model = hello.base_model.name
         self._now_resident(model)
         return created
@@ -143,36 +165,49 @@ class Dispatcher:
                 "a forward_backward of this step failed, so its gradient is incomplete: no step was made, and the "
                 "accumulated gradient was dropped",
             )
-        stepped = await self._link.execute(OptimStep(new_command_id(), model.model_id, request.adam))
+        stepped = await self._link.execute(OptimStep(new_command_id(), model.model_id, request.adam, request.scheduled))
         assert isinstance(stepped, OptimStepDone)
         model.step, model.iteration = stepped.step, stepped.iteration
         queue.window.clear()
         return stepped
 
-    async def _save(self, future: Future, request: SaveRequest, hello: Hello) -> Success:
+    async def capture(self, future: Future, request: SaveRequest) -> Publishing:
+        """Have the model's state copied for a save; what follows in training does not reach it.
+
+        Raises `CommandFailed` or `CellLost`.
+        """
+        hello = self._link.hello
+        if hello is None:
+            raise CellLost("the trainer cell was lost before the command was sent")
         self._residency.touch(future.model_id)
-        now = datetime.now(UTC)
+        saves = self._catalog.saves
+        save = await saves.open(future, request, new_command_id())
+        try:
+            command = self._save_command(save, hello)
+            flight = await self._link.capture(command, save.note_progress)
+            if flight.answer.done():
+                await flight.outcome()  # a failure before the capture is this call's
+        except BaseException:
+            saves.close(save)
+            raise
+        return Publishing(self._catalog, command, hello, flight, save)
+
+    def _save_command(self, save: OpenSave, hello: Hello) -> SaveState:
+        future, request, now = save.future, save.request, datetime.now(UTC)
         ttl_s = request.ttl_seconds
-        command = SaveState(
-            command_id=new_command_id(),
+        return SaveState(
+            command_id=save.command_id,
             model_id=future.model_id,
             name=request.name,
             kind=request.kind,
             overwrite=request.overwrite,
             include_optimizer=request.kind == "weights" and not hello.no_save_optim,
             tenant_digest=self._catalog.tenant_digest(future.tenant),
-            created=_timestamp(now),
-            expires=_timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
+            created=timestamp(now),
+            expires=timestamp(now + timedelta(seconds=ttl_s)) if ttl_s is not None else None,
             user_metadata=request.user_metadata,
+            quota=save.quota,
         )
-        try:
-            return await self._link.execute(command, future.note_progress)
-        except CellLost:
-            saved = await settle_save(self._catalog.vault, command, hello.epoch)
-            if saved is None:
-                raise
-            log.warning("the cell was lost while it saved %s/%s, which is complete", future.model_id, request.name)
-            return saved
 
     async def _unload(self, model: Model) -> Success:
         command = FreeModel(new_command_id(), model.model_id)
@@ -202,7 +237,3 @@ class Dispatcher:
     def _now_resident(self, model: Model) -> None:
         self._residency.touch(model.model_id)
         model.state, model.trouble = "ready", None
-
-
-def _timestamp(moment: datetime) -> str:
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

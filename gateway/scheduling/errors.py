@@ -5,9 +5,11 @@ Exceptions know no HTTP: `gateway.http.errors` holds the one table that gives ea
     Refused
       NotFound
         UnknownSession · UnknownModel · UnknownFuture · UnknownCheckpoint
+      ImportNotAllowed
       InvalidRequest
         CheckpointUnreadable
           CheckpointUnsupported
+        CheckpointPinned
       SequenceConflict
       QueueFull
       Stopping
@@ -48,6 +50,10 @@ class InvalidRequest(Refused):
     """The request cannot be understood or names something impossible."""
 
 
+class ImportNotAllowed(Refused):
+    """The operator does not let this path be imported from; whether anything is there is not told."""
+
+
 class SequenceConflict(Refused):
     """The same sequence number (or idempotency key) came again with another content."""
 
@@ -66,3 +72,7 @@ class CheckpointUnreadable(InvalidRequest):
 
 class CheckpointUnsupported(CheckpointUnreadable):
     """The caller's own checkpoint is there, but of a format version this gateway does not know."""
+
+
+class CheckpointPinned(InvalidRequest):
+    """The checkpoint is pinned, so it is not deleted."""

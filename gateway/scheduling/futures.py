@@ -27,7 +27,7 @@ class Future:
     """One accepted command and, later, its answer. Changed by the `FutureBook` and the scheduler alone.
 
     request: what was asked; of a forward_backward the data are dropped once it has run.
-    progress: bytes of bytes, while a save runs.
+    progress: bytes of bytes, while a save runs. waiting_for: why it has no turn though it is the first of its model.
     outcome / error: exactly one of them, once `is_done`.
     told: whether a poll has been given the answer.
     payload_bytes: of the arrays in the request, as they came.
@@ -43,6 +43,7 @@ class Future:
         self.payload_bytes = payload_bytes(request)
         self.state: FutureState = "queued"
         self.progress: tuple[int, int] | None = None
+        self.waiting_for: str | None = None
         self.outcome: Success | None = None
         self.error: CommandFailed | None = None
         self.accepted_moment = moment

@@ -1,10 +1,11 @@
-"""Names and digests: ids of sessions, models, futures and commands, fingerprints of requests, digests of tenants."""
+"""Names, times and digests: ids of sessions, models, futures and commands, fingerprints of requests, of tenants."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 from collections.abc import Callable
+from datetime import datetime
 
 import msgspec
 import xxhash
@@ -32,6 +33,11 @@ def new_command_id() -> str:
 def model_id_of(session_id: str, model_seq_id: int) -> str:
     """The SDK computes the very same string for itself."""
     return f"{session_id}:train:{model_seq_id}"
+
+
+def timestamp(moment: datetime) -> str:
+    """UTC, ISO 8601 with `Z`, to the millisecond: as manifests have it."""
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def fingerprint(request: Request) -> bytes:

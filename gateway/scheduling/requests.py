@@ -9,10 +9,10 @@ from typing import Literal
 
 import msgspec
 
-from trainer_cell.protocol.commands import AdamParams, Datum
+from trainer_cell.protocol.commands import AdamParams, Datum, LrSchedule, Rate
 from trainer_cell.protocol.errors import ErrorKind
 
-Operation = Literal["create", "forward_backward", "optim_step", "save", "load", "unload"]
+Operation = Literal["create", "forward_backward", "optim_step", "save", "load", "unload", "import"]
 
 
 class _Request(msgspec.Struct, frozen=True, tag_field="request"):
@@ -29,6 +29,7 @@ class CreateRequest(_Request, frozen=True, tag="create"):
     train_mlp: bool
     train_unembed: bool
     user_metadata: dict[str, str]
+    lr_schedule: LrSchedule | None = None
 
 
 class CreateFromCheckpointRequest(_Request, frozen=True, tag="create_from_checkpoint"):
@@ -47,7 +48,10 @@ class ForwardBackwardRequest(_Request, frozen=True, tag="forward_backward"):
 
 
 class OptimStepRequest(_Request, frozen=True, tag="optim_step"):
+    """scheduled: the rates to take from the model's schedule instead of `adam`."""
+
     adam: AdamParams
+    scheduled: tuple[Rate, ...] = ()
 
 
 class SaveRequest(_Request, frozen=True, tag="save"):
@@ -69,6 +73,18 @@ class UnloadRequest(_Request, frozen=True, tag="unload"):
     pass
 
 
+class ImportRequest(_Request, frozen=True, tag="import"):
+    """Another's files as a checkpoint. path: links followed; within: the allowed directory all files must lie in."""
+
+    path: str
+    within: str
+    name: str
+    format: Literal["native", "torch_dist", "peft"] | None
+    load_optimizer: bool
+    alpha: float | None
+    overwrite: bool
+
+
 class RejectedRequest(_Request, frozen=True, tag="rejected"):
     """A request that is at fault but has spent its sequence number: it fails at its place in the order.
 
@@ -88,6 +104,7 @@ Request = (
     | SaveRequest
     | LoadRequest
     | UnloadRequest
+    | ImportRequest
     | RejectedRequest
 )
 
@@ -101,6 +118,7 @@ _OPERATIONS: dict[type[Request], Operation] = {
     SaveRequest: "save",
     LoadRequest: "load",
     UnloadRequest: "unload",
+    ImportRequest: "import",
 }
 _BY_NAME: dict[str, Operation] = {operation: operation for operation in _OPERATIONS.values()}
 

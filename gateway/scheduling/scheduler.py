@@ -34,6 +34,7 @@ class Scheduler:
     """The one place where commands wait.
 
     sessions, futures, catalog: the books, for those who read them.
+    warnings: by tenant, what its new sessions are told.
     session_silence_s: a session without a sign of life for so long may lose its models' slots to others.
     on_crash: called if the task that runs commands ends by a bug; the gateway is of no use after that.
     """
@@ -52,6 +53,8 @@ class Scheduler:
         self.futures = futures or FutureBook()
         self.catalog = catalog
         self.on_crash = on_crash
+        self.warnings: dict[str, str] = {}
+        self._start_up: Future | None = None
         self._backlog = backlog or Backlog()
         self._queues: dict[str, ModelQueue] = {}
         self._keys = KeyBook()
@@ -76,8 +79,14 @@ class Scheduler:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a command would be run now: a cell is attached and settled, and the gateway is not going down."""
-        return self._turns.is_ready
+        """Whether a command would be run now: a cell is attached and settled, the model to start with is made, and the
+        gateway is not going down."""
+        return self._turns.is_ready and not self.is_starting_up
+
+    @property
+    def is_starting_up(self) -> bool:
+        """Whether the model that the service starts with is still to be made."""
+        return self._start_up is not None and self._start_up.outcome is None
 
     @property
     def is_stopping(self) -> bool:
@@ -131,6 +140,12 @@ class Scheduler:
         if idempotency_key is not None:
             self._keys.accept(tenant, idempotency_key, future.request_id, digest)
         return future
+
+    def submit_start_up(self, tenant: str, session_id: str, request: CreationRequest) -> Future:
+        """As `submit_create`, in a session that no client opened; the scheduler is not ready until it has succeeded."""
+        session = self.sessions.open(tenant, display_name="start-up", beats=False, session_id=session_id)
+        self._start_up = self.submit_create(tenant, session.session_id, 0, request)
+        return self._start_up
 
     def _plain_session(self, tenant: str) -> Session:
         if tenant not in self._plain_sessions:

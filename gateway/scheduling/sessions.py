@@ -59,9 +59,11 @@ class SessionBook:
         project_id: str | None = None,
         display_name: str | None = None,
         beats: bool = True,
+        session_id: str | None = None,
     ) -> Session:
+        """Under an id of its own, unless one is given that no client can have."""
         session = Session(
-            session_id=new_session_id(),
+            session_id=session_id or new_session_id(),
             tenant=tenant,
             tags=tuple(tags),
             user_metadata=dict(user_metadata or {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
 from gateway.scheduling.admission import answer_without_cell, estimated_cost
@@ -12,16 +12,30 @@ from gateway.scheduling.backlog import Backlog
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_epoch import CellEpoch
 from gateway.scheduling.cell_link import CellLink, CellLost
-from gateway.scheduling.dispatch import Dispatcher
+from gateway.scheduling.dispatch import Dispatcher, Publishing
 from gateway.scheduling.fairness import FairShare
 from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.model_queue import ModelQueue
-from gateway.scheduling.requests import adds_gradient
+from gateway.scheduling.publications import Publications
+from gateway.scheduling.requests import SaveRequest, adds_gradient
 from gateway.scheduling.residency import Residency
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Hello, Success
 
 log = logging.getLogger(__name__)
+
+
+async def _answer_of(outcome: Awaitable[Success]) -> Success | CommandFailed:
+    try:
+        return await outcome
+    except CommandFailed as failure:
+        return failure
+    except CellLost:
+        return _lost()
+
+
+def _lost() -> CommandFailed:
+    return CommandFailed(ErrorKind.CELL_LOST, "the trainer cell was lost while it ran this")
 
 
 class Turns:
@@ -50,6 +64,7 @@ class Turns:
         self._fair = FairShare()
         self._residency = Residency()
         self._epoch = CellEpoch(link, catalog.vault, queues, self._residency)
+        self._publications = Publications(queues)
         self._dispatcher = Dispatcher(link, catalog, self._residency, self._may_give_way, self._on_evicted)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -74,11 +89,19 @@ class Turns:
         self._futures.release_waiters()
         self._wake.set()
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=grace_s)
+            await self._come_to_an_end(grace_s)
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
         await self._link.close()
+
+    async def _come_to_an_end(self, grace_s: float) -> None:
+        """The running command, and the saves that are being written."""
+        assert self._task is not None
+        deadline = asyncio.get_running_loop().time() + grace_s
+        await asyncio.wait({self._task}, timeout=grace_s)
+        if publishing := self._publications.tasks:
+            await asyncio.wait(publishing, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
 
     def advance(self, queue: ModelQueue) -> None:
         """Answer what needs no cell at the head of the queue; offer the next command for a turn."""
@@ -86,12 +109,25 @@ class Turns:
             head = queue.ready[0]
             answer = answer_without_cell(queue.model, head.request)
             if answer is None:
-                self._fair.offer(queue.model.tenant, queue.model.model_id, estimated_cost(head.request))
-                self._wake.set()
+                self._offer(queue, head)
                 return
             queue.ready.popleft()
             self._conclude(queue, head, answer)
         self._fair.withdraw(queue.model.tenant, queue.model.model_id)
+
+    def _offer(self, queue: ModelQueue, head: Future) -> None:
+        model = queue.model
+        if self._is_held(queue):
+            self._fair.withdraw(model.tenant, model.model_id)
+            return
+        self._fair.offer(model.tenant, model.model_id, estimated_cost(head.request))
+        self._wake.set()
+
+    def _is_held(self, queue: ModelQueue) -> bool:
+        """Whether the head of the queue must wait for a save that is being written; asked again when its turn comes."""
+        head = queue.ready[0]
+        head.waiting_for = self._publications.reason_to_wait(queue, head.request)
+        return head.waiting_for is not None
 
     async def _run(self) -> None:
         while not self.is_stopping:
@@ -101,7 +137,9 @@ class Turns:
             if hello is None or not (self._epoch.is_settled or await self._settle(hello)):
                 continue
             while self.is_ready and (model_id := self._fair.pick()) is not None:
-                await self._take_turn(self._queues[model_id])
+                queue = self._queues[model_id]
+                if not self._is_held(queue):
+                    await self._take_turn(queue)
 
     async def _settle(self, hello: Hello) -> bool:
         try:
@@ -119,16 +157,40 @@ class Turns:
     async def _take_turn(self, queue: ModelQueue) -> None:
         future = queue.running = queue.ready.popleft()
         future.state = "running"
-        answer: Success | CommandFailed
-        try:
-            answer = await self._dispatcher.run(queue, future)
-        except CommandFailed as failure:
-            answer = failure
-        except CellLost:
-            answer = CommandFailed(ErrorKind.CELL_LOST, "the trainer cell was lost while it ran this")
+        answer: Success | CommandFailed | None
+        if isinstance(future.request, SaveRequest):
+            answer = await self._capture(queue, future, future.request)
+        else:
+            answer = await _answer_of(self._dispatcher.run(queue, future))
         queue.running = None
-        self._conclude(queue, future, answer)
+        if answer is not None:
+            self._conclude(queue, future, answer)
         self.advance(queue)
+
+    async def _capture(self, queue: ModelQueue, future: Future, request: SaveRequest) -> CommandFailed | None:
+        """None when the save goes on behind the ranks' back, or is to be tried again."""
+        try:
+            publishing = await self._dispatcher.capture(future, request)
+        except CommandFailed as failure:
+            if failure.kind is not ErrorKind.SAVE_BUFFERS_FULL or not self._publications:
+                return failure
+            self._publications.note_full()
+            future.state = "queued"
+            queue.ready.appendleft(future)
+            return None
+        except CellLost:
+            return _lost()
+        task = asyncio.create_task(self._publish(queue, future, publishing), name=f"save of {queue.model.model_id}")
+        self._publications.begin(queue.model.model_id, task)
+        task.add_done_callback(self._on_task_done)
+        return None
+
+    async def _publish(self, queue: ModelQueue, future: Future, publishing: Publishing) -> None:
+        answer = await _answer_of(publishing.outcome())
+        held = self._publications.end(queue.model.model_id)
+        self._conclude(queue, future, answer)
+        for one in held:
+            self.advance(one)
 
     def _conclude(self, queue: ModelQueue, future: Future, answer: Success | CommandFailed) -> None:
         model = queue.model

@@ -6,9 +6,11 @@ loop, with several, or with none.
 
 from __future__ import annotations
 
+import copy
 import select
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -16,23 +18,25 @@ from typing import NoReturn, Self
 import msgspec
 
 from tests.fakes.fake_slots import FakeSlots
-from tests.fakes.fake_vault import WatchedDisk
+from tests.fakes.fake_vault import WatchedDisk, bytes_of, save_model
 from trainer_cell.protocol.commands import (
     PROTOCOL_VERSION,
     Command,
     ForgetModels,
     ModelCommand,
+    SaveState,
     Stop,
     Tick,
     decode_command,
 )
-from trainer_cell.protocol.errors import CommandFailed
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.framing import receive_frame, send_frame
 from trainer_cell.protocol.outcomes import (
     BaseModel,
     Failed,
     Hello,
     Layout,
+    Progress,
     ResidentModel,
     Said,
     Success,
@@ -54,6 +58,7 @@ class Hold:
     """A place where the cell stops until it is let go."""
 
     def __init__(self) -> None:
+        self.is_taken = False
         self._reached = threading.Event()
         self._released = threading.Event()
 
@@ -87,6 +92,7 @@ class FakeCell:
         no_load_optim: bool = False,
         no_save_optim: bool = False,
         protocol_version: int = PROTOCOL_VERSION,
+        save_buffers: int = 8,
     ) -> None:
         self.commands: list[Command] = []
         self.hello_was_refused = threading.Event()
@@ -108,6 +114,10 @@ class FakeCell:
         self.slots = FakeSlots(self._vault, self._hello)
         self._failures: list[tuple[type[ModelCommand], CommandFailed]] = []
         self._holds: list[tuple[type[ModelCommand], Hold]] = []
+        self._publish_holds: list[Hold] = []
+        self._save_buffers = save_buffers
+        self._num_publishing = 0
+        self._saying = threading.Lock()
         self._deadly: tuple[str, str] | None = None
         self._deadly_answer: type[ModelCommand] | None = None
         self._connection: socket.socket | None = None
@@ -127,7 +137,7 @@ class FakeCell:
     def kill(self) -> None:
         """As SIGKILL: whatever it does ends now, and its connection with it."""
         self._is_killed.set()
-        for _, hold in self._holds:
+        for hold in (*self._publish_holds, *(hold for _, hold in self._holds)):
             hold.release()
         self._shut_down()
         self._thread.join(PATIENCE_S)
@@ -145,6 +155,12 @@ class FakeCell:
         """Stop before executing the next command of that kind."""
         hold = Hold()
         self._holds.append((kind, hold))
+        return hold
+
+    def hold_next_publish(self) -> Hold:
+        """Of the saves to come the next is published in the background, and stops before it."""
+        hold = Hold()
+        self._publish_holds.append(hold)
         return hold
 
     def die_before(self, operation: str, path_part: str) -> None:
@@ -207,7 +223,9 @@ class FakeCell:
                 if self._deadly_answer is not None and isinstance(command, self._deadly_answer):
                     self._die()
                 self._check_alive()
-                send_frame(connection, encode_said(outcome))
+                if outcome is not None:
+                    with self._saying:
+                        send_frame(connection, encode_said(outcome))
         if num_served == 0:
             self.hello_was_refused.set()
 
@@ -239,13 +257,14 @@ class FakeCell:
         # A connection that broke is noticed by who reads it; what is said meanwhile is lost.
         if connection is not None and select.select([], [connection], [], 0)[1]:
             try:
-                send_frame(connection, encode_said(said))
+                with self._saying:
+                    send_frame(connection, encode_said(said))
             except OSError:
                 return
 
     # Commands
 
-    def _answer(self, command: ModelCommand | ForgetModels) -> Success | Failed:
+    def _answer(self, command: ModelCommand | ForgetModels) -> Success | Failed | None:
         for index, (kind, hold) in enumerate(self._holds):
             if isinstance(command, kind):
                 hold.stop_here()
@@ -257,6 +276,34 @@ class FakeCell:
                 if isinstance(command, kind):
                     del self._failures[index]
                     raise error
+            if isinstance(command, SaveState) and self._num_publishing >= self._save_buffers:
+                raise CommandFailed(ErrorKind.SAVE_BUFFERS_FULL, "all buffers are in use")
+            if isinstance(command, SaveState) and (hold := next(self._fresh_holds(), None)) is not None:
+                self._publish_later(command, hold)
+                return None
             return self.slots.execute(command, self._say)
         except CommandFailed as failure:
             return Failed(command.command_id, failure.kind, failure.message)
+
+    def _fresh_holds(self) -> Iterator[Hold]:
+        return (hold for hold in self._publish_holds if not hold.is_taken)
+
+    def _publish_later(self, command: SaveState, hold: Hold) -> None:
+        hold.is_taken = True
+        captured = copy.copy(self.slots.model(command))
+        self._num_publishing += 1
+
+        def publish() -> None:
+            try:
+                hold.stop_here()
+                self._check_alive()
+                outcome: Success | Failed = save_model(self._vault, self._hello, captured, command, self._say)
+            except CommandFailed as failure:
+                outcome = Failed(command.command_id, failure.kind, failure.message)
+            except Killed:
+                return
+            self._num_publishing -= 1
+            self._say(outcome)
+
+        self._say(Progress(command.command_id, "writing", 0, bytes_of(captured, command, self._hello)))
+        threading.Thread(target=publish, name="fake publish", daemon=True).start()

@@ -55,15 +55,15 @@ class FakeSlots:
                     del self.models[model_id]
                 return ModelsForgotten(command.command_id, len(foreign))
             case ForwardBackward():
-                return self._model(command).forward_backward(command, self._hello.base_model.vocab_size)
+                return self.model(command).forward_backward(command, self._hello.base_model.vocab_size)
             case OptimStep():
-                return self._model(command).optim_step(command)
+                return self.model(command).optim_step(command)
             case DiscardGradients():
-                self._model(command).pending = 0.0
+                self.model(command).pending = 0.0
                 return GradientsDiscarded(command.command_id)
             case SaveState():
                 report(Progress(command.command_id, "capturing", 0, 0))
-                return save_model(self._vault, self._hello, self._model(command), command, report)
+                return save_model(self._vault, self._hello, self.model(command), command, report)
             case LoadState():
                 return self._load(command)
 
@@ -86,7 +86,7 @@ class FakeSlots:
         if len(self.models) >= self._hello.slots:
             raise CommandFailed(ErrorKind.NO_FREE_SLOT, "no slot is free")
 
-    def _model(self, command: ModelCommand) -> FakeModel:
+    def model(self, command: ModelCommand) -> FakeModel:
         if command.model_id not in self.models:
             raise CommandFailed(ErrorKind.UNKNOWN_MODEL, f"model {command.model_id} is not resident")
         return self.models[command.model_id]

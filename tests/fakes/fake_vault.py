@@ -46,6 +46,8 @@ def save_model(
     pieces = _pieces(model, command.include_optimizer and not hello.no_save_optim)
     num_bytes = sum(len(piece.data) for piece in pieces)
     address = CheckpointAddress(command.model_id, command.kind, command.name)
+    if command.quota is not None:
+        command.quota.check(num_bytes)
     try:
         staging = begin(vault, address, command.overwrite, num_bytes, hello.epoch)
         report(Progress(command.command_id, "writing", 0, num_bytes))
@@ -64,6 +66,10 @@ def save_model(
     return StateSaved(
         command.command_id, version, model.step, model.iteration, manifest.has_optimizer, manifest.size_bytes
     )
+
+
+def bytes_of(model: FakeModel, command: SaveState, hello: Hello) -> int:
+    return sum(len(piece.data) for piece in _pieces(model, command.include_optimizer and not hello.no_save_optim))
 
 
 def load_model(vault: Vault, hello: Hello, command: LoadState) -> tuple[FakeModel, bool]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from gateway import die_with_parent
+from gateway.exit_status import NOT_AGAIN
 from gateway.state_directory import StateDirectory
 from gateway.supervisor import Plan, Supervisor
 
@@ -37,7 +38,7 @@ def leave_on_sigterm(directory: Path, name: str) -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def gateway(directory: Path, descriptor: str) -> None:
+def gateway(directory: Path, descriptor: str, *options: str) -> None:
     """Ready while a cell says so."""
 
     class Answers(BaseHTTPRequestHandler):
@@ -51,7 +52,7 @@ def gateway(directory: Path, descriptor: str) -> None:
     server = HTTPServer(("", 0), Answers, bind_and_activate=False)
     server.socket = socket.socket(fileno=int(descriptor))
     leave_on_sigterm(directory, "gateway")
-    tell(directory, f"gateway {os.getpid()}")
+    tell(directory, f"gateway {os.getpid()} {' '.join(options)}")
     server.serve_forever()
 
 
@@ -70,10 +71,16 @@ def cell(directory: Path, kind: str) -> None:
     time.sleep(600)
 
 
-def broken(directory: Path, name: str) -> None:
+def broken(directory: Path, name: str, *options: str) -> None:
     tell(directory, f"{name} breaks")
     sys.stderr.write("there is no such device\n")
     sys.exit(3)
+
+
+def unwilling(directory: Path, descriptor: str, *options: str) -> None:
+    """A gateway that answers for a while, and then knows that it never will serve."""
+    sys.stderr.write("a line of no importance\ncellgate: the checkpoint is over other weights\n")
+    sys.exit(NOT_AGAIN)
 
 
 def supervisor(directory: Path, kinds: str, stop_grace_s: str) -> None:
@@ -90,8 +97,9 @@ def supervisor(directory: Path, kinds: str, stop_grace_s: str) -> None:
             return role("broken", "cell")
         return role("cell", "strays" if "strays" in kinds else "stubborn" if "stubborn" in kinds else "plain")
 
+    gateways = {"broken_gateway": role("broken", "gateway"), "unwilling": role("unwilling", str(listener.fileno()))}
     plan = Plan(
-        gateway=role("broken", "gateway") if "broken_gateway" in kinds else role("gateway", str(listener.fileno())),
+        gateway=gateways.get(kinds) or role("gateway", str(listener.fileno())),
         prepare=role("broken", "base") if "broken_base" in kinds else ["sh", "-c", "echo working; echo /prepared"],
         cell=cell_command,
         listener=listener.fileno(),
@@ -100,6 +108,7 @@ def supervisor(directory: Path, kinds: str, stop_grace_s: str) -> None:
         gateway_environment=os.environ,
         cell_environment=os.environ,
         stop_grace_s=float(stop_grace_s),
+        start_up=("--first",),
         first_pause_s=0.01,
     )
     state = StateDirectory(directory)
@@ -116,6 +125,7 @@ if __name__ == "__main__":
         "gateway": gateway,
         "cell": cell,
         "broken": broken,
+        "unwilling": unwilling,
         "supervisor": supervisor,
     }
     roles[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -11,6 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.trainer_cell.vault.checkpoints import new_vault, save
+from tests.trainer_cell.vault.scenes import MODEL, damage, freeze, named
+
 
 def start(state: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gateway", "--state", str(state), "--port", "0", *options]
@@ -61,3 +64,21 @@ def test_a_checkpoint_root_that_cannot_be_written_is_told_at_the_start(tmp_path:
     assert process.returncode == 1
     assert f"checkpoint root {tmp_path / 'file'}" in err
     assert "Traceback" not in err
+
+
+def test_a_start_settles_the_checkpoint_root_before_it_serves_and_says_so(tmp_path: Path) -> None:
+    vault = new_vault(tmp_path / "checkpoints")
+    frozen = freeze(vault, named("frozen"))
+    damage(vault, save(vault, named("hopeless")))
+    process = start(tmp_path)
+    words(process)
+    # Its signals are its own once it answers.
+    assert httpx.get(f"{words(process)[2]}/healthz").is_success
+    assert vault.resolve(named("frozen")) == vault.version(MODEL, frozen)
+    assert vault.resolve(named("hopeless")) is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert f"adopted {named('frozen').uri}" in err
+    assert f"unnamed {named('hopeless').uri}" in err
+    assert f"quarantined {named('hopeless').uri}" in err

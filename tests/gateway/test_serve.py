@@ -13,9 +13,12 @@ from pydantic_settings import CliApp
 from gateway.listener import open_listener, probe_url_of, url_of
 from gateway.serve import plan_of, serve
 from gateway.settings import GatewayProcessSettings, ServeSettings
+from gateway.start_up import StartUp, read_start_up
 from gateway.state_directory import StateDirectory
 from gateway.supervisor import Plan
+from tests.trainer_cell.vault.checkpoints import ADDRESS
 from trainer_cell.settings import CellSettings
+from trainer_cell.vault.retention import Rules
 
 SECRET = "tml-very-secret"
 
@@ -31,7 +34,8 @@ def parsed(state: Path, *options: str) -> ServeSettings:
 
 
 def planned(settings: ServeSettings, listener: socket.socket) -> Plan:
-    return plan_of(settings, StateDirectory(settings.state), {SECRET: "alice"}, listener)
+    state = StateDirectory(settings.state)
+    return plan_of(settings, state, {SECRET: "alice"}, listener, read_start_up(settings, state, {SECRET: "alice"}))
 
 
 def cell_settings(plan: Plan) -> CellSettings:
@@ -59,7 +63,8 @@ def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: so
         "/cache",
     ]
     given += ["--no-load-optim", "--no-save-optim", "--deterministic", "--max-body-mb", "5", "--checkpoints", "/disk"]
-    given += ["--recompute"]
+    given += ["--recompute", "--keep-last", "3", "--keep-every", "100", "--replaced-grace-s", "60"]
+    given += ["--sweep-interval-s", "5", "--tenant-quota-gb", "1.5"]
     plan = planned(parsed(tmp_path, *given), listener)
     cell = cell_settings(plan)
     assert (cell.base_model, cell.cache, cell.checkpoints) == ("/prepared", Path("/cache"), Path("/disk"))
@@ -74,12 +79,33 @@ def test_every_option_reaches_the_process_it_is_for(tmp_path: Path, listener: so
     assert (gateway.state, gateway.checkpoint_root, gateway.max_body_mb) == (tmp_path, Path("/disk"), 5)
     assert gateway.gateway_socket == cell.gateway_socket == tmp_path / "run/cell.sock"
     assert gateway.listen_fd == listener.fileno()
+    assert gateway.rules == Rules(replaced_grace_s=60, keep_last=3, keep_every=100)
+    assert (gateway.sweep_interval_s, gateway.tenant_quota_bytes) == (5, 1_500_000_000)
+
+
+def test_what_to_start_from_reaches_the_process_it_is_for(tmp_path: Path, listener: socket.socket) -> None:
+    (tmp_path / "load" / "iter_0000120").mkdir(parents=True)
+    (tmp_path / "load" / "latest_checkpointed_iteration.txt").write_text("120")
+    settings = parsed(tmp_path, "--load", str(tmp_path / "load"))
+    assert planned(settings, listener).prepare[-2:] == ["--weights", str(tmp_path / "load" / "iter_0000120")]
+    assert not cell_settings(planned(settings, listener)).no_load_optim
+    (tmp_path / "load" / "latest_checkpointed_iteration.txt").unlink()
+    assert "--weights" not in planned(settings, listener).prepare
+    assert cell_settings(planned(settings, listener)).no_load_optim
+    state = StateDirectory(tmp_path)
+    state.create()
+    plan = plan_of(settings, state, {SECRET: "alice"}, listener, StartUp(checkpoint=ADDRESS))
+    gateway = CliApp.run(GatewayProcessSettings, cli_args=[*plan.gateway[3:], *plan.start_up])
+    assert gateway.start_up == ADDRESS.uri
+    assert planned(settings, listener).start_up == ()
 
 
 def test_what_was_not_given_is_the_cells_to_decide(tmp_path: Path, listener: socket.socket) -> None:
     cell = cell_settings(planned(parsed(tmp_path), listener))
     assert (cell.dtype, cell.deterministic) == (None, None)
     assert (cell.no_load_optim, cell.no_save_optim, cell.recompute) == (False, False, False)
+    gateway = CliApp.run(GatewayProcessSettings, cli_args=planned(parsed(tmp_path), listener).gateway[3:])
+    assert (gateway.rules, gateway.tenant_quota_bytes) == (Rules(), None)
 
 
 def test_keys_are_on_no_command_line_and_not_in_the_cell(

@@ -48,14 +48,18 @@ class Service:
 
     def event(self, name: str) -> list[int]:
         """The numbers of the next event of that name; others stay to be asked for."""
+        return [int(word) for word in self.told(name) if word.isdigit()]
+
+    def told(self, name: str) -> list[str]:
+        """The words of that event."""
         for place, told in enumerate(self._waiting):
             if told.startswith(name):
-                return self._numbers(self._waiting.pop(place))
+                return self._words(self._waiting.pop(place))
         while True:
             assert select.select([self._events], [], [], PATIENCE_S)[0], f"{name!r} was never told"
             told = self.next_event()
             if told.startswith(name):
-                return self._numbers(told)
+                return self._words(told)
             self._waiting.append(told)
 
     def next_event(self) -> str:
@@ -64,10 +68,10 @@ class Service:
             line += self._events.read(1)
         return line.decode().strip()
 
-    def _numbers(self, told: str) -> list[int]:
-        numbers = [int(word) for word in told.split() if word.isdigit()]
-        self.pids.update(numbers)
-        return numbers
+    def _words(self, told: str) -> list[str]:
+        words = told.split()
+        self.pids.update(int(word) for word in words if word.isdigit())
+        return words
 
     def ready_url(self) -> str:
         assert self.process.stdout
@@ -178,6 +182,22 @@ def test_a_gateway_that_never_answers_ends_the_service_with_its_reason(service: 
     status, out, err = service.finish()
     assert (status, out) == (1, "")
     assert "the gateway ended 3 times before it was ready (exit status 3):\nthere is no such device" in err
+
+
+@of_kind("unwilling")
+def test_a_gateway_that_would_end_the_same_way_again_ends_the_service_at_once_with_its_reason(service: Service) -> None:
+    status, out, err = service.finish()
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "cellgate: the checkpoint is over other weights"
+    assert "starting it again" not in err
+
+
+def test_only_the_gateways_of_a_start_are_told_what_to_start_with(service: Service) -> None:
+    service.ready_url()
+    told = service.told("gateway")
+    os.kill(int(told[1]), signal.SIGKILL)
+    assert told[2:] == ["--first"]
+    assert service.told("gateway")[2:] == []
 
 
 @of_kind("broken_base")

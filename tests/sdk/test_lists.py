@@ -51,6 +51,26 @@ def test_runs_and_checkpoints_are_listed_and_deleted(service: tinker.ServiceClie
         rest.get_training_run("none:train:0").result()
 
 
+def test_a_ttl_is_set_and_removed_and_an_impossible_one_refused_at_once(
+    service: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    client = new_client(service)
+    path = client.save_state("a", ttl_seconds=3600).result().path
+
+    def expires() -> object:
+        return rest.list_checkpoints(client.model_id).result().checkpoints[0].expires_at
+
+    assert expires() is not None
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert expires() is None
+    rest.set_checkpoint_ttl_from_tinker_path(path, 86_400).result()
+    assert expires() is not None
+    with pytest.raises(tinker.UnprocessableEntityError):
+        rest.set_checkpoint_ttl_from_tinker_path(path, 5).result()
+    with pytest.raises(tinker.NotFoundError):
+        rest.set_checkpoint_ttl_from_tinker_path(path + "x", None).result()
+
+
 def test_sessions_and_capabilities_are_told(service: tinker.ServiceClient, rest: tinker.RestClient) -> None:
     client = new_client(service)
     session_id = client.model_id.partition(":")[0]
@@ -74,6 +94,8 @@ def test_the_command_line_lists_and_deletes(
         return done.stdout
 
     assert path in tinker_cli("checkpoint", "list")
+    tinker_cli("checkpoint", "set-ttl", path, "--ttl", "86400")
+    tinker_cli("checkpoint", "set-ttl", path, "--remove")
     assert client.model_id in tinker_cli("run", "info", client.model_id)
     assert json.loads(tinker_cli("checkpoint", "delete", path, "-y"))["deleted_count"] == 1
     assert path not in tinker_cli("checkpoint", "list")

@@ -19,6 +19,7 @@ from trainer_cell.protocol.commands import (
     ForwardBackward,
     FreeModel,
     LoadState,
+    LrSchedule,
     OptimStep,
     SaveState,
 )
@@ -40,8 +41,8 @@ class Client:
     def __init__(self, cell: RunningCell, model_id: str, spec: AdapterSpec) -> None:
         self.cell, self.model_id, self.spec = cell, model_id, spec
 
-    def create(self, seed: int) -> ModelCreated:
-        return self.cell.do(CreateModel(new_id(), self.model_id, self.spec, seed), ModelCreated)
+    def create(self, seed: int, lr_schedule: LrSchedule | None = None) -> ModelCreated:
+        return self.cell.do(CreateModel(new_id(), self.model_id, self.spec, seed, lr_schedule), ModelCreated)
 
     def train(self, data: Sequence[Datum]) -> ForwardBackwardDone:
         """One forward_backward and one optim_step; what the former said."""
@@ -49,12 +50,18 @@ class Client:
         self.cell.do(self.optim_step(), OptimStepDone)
         return done
 
+    def train_as_scheduled(self, data: Sequence[Datum]) -> float:
+        """As `train`, at the model's own learning rate; which one that was."""
+        self.cell.do(self.forward_backward(data), ForwardBackwardDone)
+        step = msgspec.structs.replace(self.optim_step(), scheduled=("learning_rate", "weight_decay"))
+        return self.cell.do(step, OptimStepDone).metrics["learning_rate"]
+
     def save(self, root: Path, name: str) -> State:
         self.cell.do(self.save_command(name), StateSaved)
         return read_state(root, f"tinker://{self.model_id}/weights/{name}")
 
-    def load(self, version: str) -> StateLoaded:
-        return self.cell.do(self.load_command(version), StateLoaded)
+    def load(self, version: str, load_optimizer: bool = True) -> StateLoaded:
+        return self.cell.do(self.load_command(version, load_optimizer), StateLoaded)
 
     def free(self) -> None:
         self.cell.do(FreeModel(new_id(), self.model_id), ModelFreed)

@@ -23,9 +23,9 @@ AGREED = {
     "validate": ("trainer_cell.training.step", "read_sequences"),
     "pack": ("trainer_cell.training.step", "pack"),
     "check the step": ("trainer_cell.training.step", "check_adam"),
-    "capture": ("trainer_cell.checkpoint.capture", "CaptureBuffer.capture"),
-    "write": ("trainer_cell.checkpoint.save", "write_shard"),
-    "read": ("trainer_cell.checkpoint.load", "read_tensors"),
+    "capture": ("trainer_cell.checkpoint.capture", "SaveBuffer.capture"),
+    "write": ("trainer_cell.checkpoint.publication", "write_image"),
+    "read": ("trainer_cell.checkpoint.slot_reader", "SlotReader.read"),
 }
 # Where other ranks wait or have gone on already.
 ENDING = {
@@ -37,7 +37,7 @@ ENDING = {
     "norm": ("trainer_cell.training.optimizer", "SlotOptimizer._global_norm"),
     "step": ("trainer_cell.training.optimizer", "SlotOptimizer._adam_step"),
     "plan": ("trainer_cell.checkpoint.plan", "PlanCache.plan"),
-    "vote": ("trainer_cell.checkpoint.vote", "BallotBox._key"),
+    "vote": ("trainer_cell.checkpoint.vote", "Booth.cast"),
     "apply": ("trainer_cell.checkpoint.load", "_apply"),
 }
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from pydantic_settings import CliApp
 
 from tests.trainer_cell.forked_ranks import PATIENCE_S, logs_of, start_ranks
-from trainer_cell.protocol.commands import Command, encode_command
+from trainer_cell.protocol.commands import Command, SaveState, encode_command
 from trainer_cell.protocol.framing import FrameError, receive_frame, send_frame
 from trainer_cell.protocol.outcomes import Failed, Hello, Outcome, Progress, Success, decode_said
 from trainer_cell.settings import CellSettings
@@ -66,20 +66,43 @@ class RunningCell:
                 raise CellEnded(self._await_end(), self.log())
             self._connection, _ = listener.accept()
         self._connection.settimeout(PATIENCE_S)
+        self._outcomes: dict[str, Success | Failed] = {}
         hello = self._next()
         assert isinstance(hello, Hello)
         self.hello = hello
 
     def execute(self, command: Command) -> Success | Failed:
         """The outcome; progress is passed over. Raises `CellEnded`, and `TimeoutError` if the cell hangs."""
+        self._send(command)
+        return self.outcome_of(command)
+
+    def capture(self, command: SaveState) -> Progress | Outcome:
+        """Send a save, and wait until the ranks are free of it; what the cell said then."""
+        self._send(command)
+        while True:
+            said = self._next()
+            assert not isinstance(said, Hello)
+            if said.command_id == command.command_id and getattr(said, "phase", None) != "capturing":
+                return said
+            self._keep(said)
+
+    def outcome_of(self, command: Command) -> Success | Failed:
+        """Of a command that was sent."""
+        command_id = command.command_id  # type: ignore[union-attr]
+        while command_id not in self._outcomes:
+            self._keep(self._next())
+        return self._outcomes.pop(command_id)
+
+    def _send(self, command: Command) -> None:
         try:
             send_frame(self._connection, encode_command(command))
         except OSError:
             raise CellEnded(self._await_end(), self.log()) from None
-        while isinstance(said := self._next(), Progress):
-            pass
+
+    def _keep(self, said: Hello | Progress | Outcome) -> None:
         assert not isinstance(said, Hello)
-        return said
+        if not isinstance(said, Progress):
+            self._outcomes[said.command_id] = said
 
     def do(self, command: Command, expected: type[T]) -> T:
         """The outcome of a command that must succeed."""

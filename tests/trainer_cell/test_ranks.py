@@ -40,3 +40,7 @@ def test_the_next_step_after_a_failure_pairs_with_itself(seen: list[dict[str, An
 def test_a_vote_speaks_for_its_own_attempt_and_a_missing_one_is_a_no(seen: list[dict[str, Any]]) -> None:
     assert seen[0]["votes"] == {"a": [None, "storage_failed"], "b": [None, "deadline_exceeded"], "c": [None, None]}
     assert 1.0 <= seen[0]["seconds"] < 5.0
+
+
+def test_other_ranks_hear_where_an_attempt_is_staged_or_that_it_is_not(seen: list[dict[str, Any]]) -> None:
+    assert seen[1]["places"] == ["token", None, None]

@@ -1,64 +1,130 @@
-"""A copy of a slot's pieces in buffers that are kept from save to save: what follows in training does not reach it."""
+"""Copies of slots in memory that is kept from save to save: what follows in training does not reach them.
+
+A capture is the image of this rank's file, header and all, so that writing it is writing one run of bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from trainer_cell.checkpoint.plan import Piece
+from trainer_cell.checkpoint.plan import Run, SavePlan
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
-from trainer_cell.training.slots import SlotState
-from trainer_cell.vault.shard_file import TensorPiece
+from trainer_cell.training.slots import Slot
 
-_ALIGNMENT = 64
+_PAGE = 4096
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+# What infinity is as an integer of its width; NaN is beyond it.
+_INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80}
+_INTEGERS = {"F32": (np.int32, np.uint32), "BF16": (np.int16, np.uint16)}
 
 
-class CaptureBuffer:
-    """One flat CPU buffer, grown when a capture needs more: fresh pages would cost several times the copy."""
+class SaveBuffer:
+    """Page-aligned CPU memory (pinned, for a GPU to copy into). `size` bytes, a multiple of the page."""
 
-    def __init__(self, pin: bool) -> None:
-        self._pin = pin
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, num_bytes: int, pin: bool) -> None:
+        self.size = -(-num_bytes // _PAGE) * _PAGE
+        # Zeroed, so that its pages are there before the first capture: fresh ones cost several times the copy.
+        whole = torch.empty(self.size + _PAGE, dtype=torch.uint8, pin_memory=pin).zero_()
+        begin = -whole.data_ptr() % _PAGE
+        self._bytes = whole[begin : begin + self.size]
 
-    def capture(self, pieces: Sequence[Piece], state: SlotState) -> list[TensorPiece]:
-        """Copy the live tensors; the result's memory is valid until the next capture.
-
-        state: this rank's live tensors, of the pieces' local shapes. Raises `CommandFailed` (NON_FINITE_STATE) for
-        NaN and infinity: a checkpoint that no load accepts must not take the place of one that works.
-        """
-        offsets, end = [], 0
-        for piece in pieces:
-            offsets.append(end)
-            end += -(-piece.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._bytes.numel() < end:
-            self._bytes = torch.empty(end, dtype=torch.uint8, pin_memory=self._pin)
-        captured = [
-            self._copy(piece, getattr(state, piece.part)[piece.name], offset)
-            for piece, offset in zip(pieces, offsets, strict=True)
-        ]
-        if self._pin:
+    def capture(self, plan: SavePlan, rank: int, slot: Slot) -> None:
+        """Copy this rank's part of the slot into the image of its file; nothing for a rank that writes none."""
+        layout = plan.layouts[rank]
+        if layout is None:
+            return
+        header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        self._bytes[: len(layout.header)].copy_(header)
+        is_pinned = self._bytes.is_pinned()
+        for run in plan.runs[rank]:
+            source = slot.flat(run.part)[run.source : run.source + run.numel]
+            self._view(run).copy_(source, non_blocking=is_pinned)
+        if is_pinned:
             torch.cuda.synchronize()
-        for piece, offset in zip(pieces, offsets, strict=True):
-            if not bool(torch.isfinite(self._view(piece, offset)).all()):
+
+    @property
+    def image(self) -> memoryview:
+        return memoryview(self._bytes.numpy())
+
+    def _view(self, run: Run) -> torch.Tensor:
+        dtype = _TORCH_DTYPES[run.dtype]
+        return self._bytes[run.target : run.target + run.numel * dtype.itemsize].view(dtype)
+
+    def check_finite(self, plan: SavePlan, rank: int) -> None:
+        """Raises `CommandFailed` (NON_FINITE_STATE): a checkpoint that no load accepts must not take the place of one
+        that works. Runs beside the trainer, so it holds the interpreter for no longer than a call takes to begin."""
+        for run in plan.runs[rank]:
+            if not _is_finite(self._view(run).view(torch.uint8).numpy(), run.dtype):
+                raise CommandFailed(ErrorKind.NON_FINITE_STATE, f"the model's {run.part} holds NaN or infinite values")
+
+
+def _is_finite(values: NDArray[np.uint8], dtype: str) -> bool:
+    """Of little-endian floats. Two passes that allocate nothing: as signed integers the positive ones sort as floats
+    do, as unsigned ones the negative ones come last."""
+    signed, unsigned = _INTEGERS[dtype]
+    infinity = _INFINITY[dtype]
+    sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
+    return int(values.view(signed).max()) < infinity and int(values.view(unsigned).max()) < sign | infinity
+
+
+class SaveBuffers:
+    """The buffers of one rank: at most `most` in use at once, and together no more than `most_bytes` unless a single
+    one needs it."""
+
+    def __init__(self, most: int, most_bytes: int, pin: bool) -> None:
+        self._most, self._most_bytes, self._pin = most, most_bytes, pin
+        self._lock = threading.Lock()
+        self._idle: list[SaveBuffer] = []
+        self._in_use: list[SaveBuffer] = []
+
+    def prepare(self, num_bytes: int) -> None:
+        """See to it that the first save of this size finds its memory there."""
+        with self._lock:
+            if not any(buffer.size >= num_bytes for buffer in (*self._idle, *self._in_use)) and self._fits(num_bytes):
+                self._idle.append(SaveBuffer(num_bytes, self._pin))
+
+    def take(self, num_bytes: int) -> SaveBuffer:
+        """Raises `CommandFailed` (SAVE_BUFFERS_FULL) while too many are in use."""
+        with self._lock:
+            buffer = self._fitting(num_bytes)
+            if buffer is None:
                 raise CommandFailed(
-                    ErrorKind.NON_FINITE_STATE, f"{piece.key} of the model holds NaN or infinite values"
+                    ErrorKind.SAVE_BUFFERS_FULL, f"{len(self._in_use)} saves are being written, and hold all buffers"
                 )
-        return captured
+            self._in_use.append(buffer)
+            return buffer
 
-    def _view(self, piece: Piece, offset: int) -> torch.Tensor:
-        part = self._bytes[offset : offset + piece.num_bytes]
-        return part.view(_TORCH_DTYPES[piece.dtype]).view(piece.sharding.local_shape)
+    def give_back(self, buffer: SaveBuffer) -> None:
+        with self._lock:
+            self._in_use.remove(buffer)
+            self._idle.append(buffer)
 
-    def _copy(self, piece: Piece, live: torch.Tensor, offset: int) -> TensorPiece:
-        self._view(piece, offset).copy_(live.detach(), non_blocking=self._pin)
-        return TensorPiece(
-            key=piece.key,
-            dtype=piece.dtype,
-            shape=piece.sharding.local_shape,
-            global_shape=piece.sharding.global_shape,
-            axis=piece.sharding.axis,
-            offset=piece.sharding.offset,
-            data=memoryview(self._bytes[offset : offset + piece.num_bytes].numpy()),
-        )
+    @contextmanager
+    def lent(self, buffer: SaveBuffer) -> Iterator[SaveBuffer]:
+        try:
+            yield buffer
+        finally:
+            self.give_back(buffer)
+
+    def _fitting(self, num_bytes: int) -> SaveBuffer | None:
+        if len(self._in_use) >= self._most:
+            return None
+        large_enough = [buffer for buffer in self._idle if buffer.size >= num_bytes]
+        if large_enough:
+            smallest = min(large_enough, key=lambda buffer: buffer.size)
+            self._idle.remove(smallest)
+            return smallest
+        while self._idle and not self._fits(num_bytes):
+            self._idle.pop()
+        if self._fits(num_bytes) or not self._in_use:
+            return SaveBuffer(num_bytes, self._pin)
+        return None
+
+    def _fits(self, num_bytes: int) -> bool:
+        return sum(buffer.size for buffer in (*self._idle, *self._in_use)) + num_bytes <= self._most_bytes

@@ -3,44 +3,52 @@ has changed; in it nothing can fail."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 import torch
 
 from trainer_cell.checkpoint.failures import vault_failures
-from trainer_cell.checkpoint.plan import part_dtype, stored_parts
+from trainer_cell.checkpoint.plan import stored_parts
+from trainer_cell.checkpoint.slot_reader import Run, SlotReader
 from trainer_cell.protocol.commands import AdapterSpec, LoadState
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import BaseModel, StateLoaded
 from trainer_cell.ranks import Ranks
+from trainer_cell.training.lr_schedule import LrScheduler, read_scheduler
 from trainer_cell.training.slots import Slot, SlotTable
 from trainer_cell.vault.layout import Vault
-from trainer_cell.vault.manifest import ITEM_BYTES, Manifest, read_manifest
-from trainer_cell.vault.verify import Wanted, read_tensors
+from trainer_cell.vault.manifest import Manifest, read_manifest
+from trainer_cell.vault.shard_layout import KeptMemory
 
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+_MOST_READERS = 16
 
 
 @dataclass(frozen=True)
 class LoadContext:
-    """What loading needs of its cell, the same for every load."""
+    """What loading needs of its cell, the same for every load.
+
+    memory: what is read comes there first; readers: by what they read, those that were made before.
+    """
 
     ranks: Ranks
     vault: Vault
     base_model: BaseModel
     dtype: str
     no_load_optim: bool
+    memory: KeptMemory = dataclasses.field(default_factory=KeptMemory)
+    readers: dict[object, SlotReader] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A checkpoint as read, aside from any slot: part → tensor name → tensor of this rank's local shape."""
+    """A checkpoint as read, aside from any slot: what this rank holds of each part, there until the next load."""
 
     manifest: Manifest
-    tensors: dict[str, dict[str, torch.Tensor]]
+    parts: dict[str, list[Run]]
     with_optimizer: bool
+    scheduler: LrScheduler | None
 
 
 def load_slot(context: LoadContext, slots: SlotTable, command: LoadState) -> StateLoaded:
@@ -66,7 +74,7 @@ def load_slot(context: LoadContext, slots: SlotTable, command: LoadState) -> Sta
         step=slot.optimizer.step,
         iteration=slot.optimizer.iteration,
         optimizer_restored=read.with_optimizer,
-        scheduler_restored=False,
+        scheduler_restored=read.scheduler is not None,
         reason=_reason(context, command),
     )
 
@@ -91,6 +99,7 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         directory = context.vault.version_dir(command.version)
         manifest = read_manifest(directory)
     _check_manifest(context, slot, manifest)
+    scheduler = None if manifest.scheduler is None else read_scheduler(manifest.scheduler)
     with_optimizer = command.load_optimizer and not context.no_load_optim
     if with_optimizer and not manifest.has_optimizer:
         raise CommandFailed(
@@ -98,27 +107,20 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         )
     stored = stored_parts(manifest.dtype, manifest.has_optimizer)
     needed = _needed_parts(stored, with_optimizer, manifest.dtype, context.dtype)
-    wanted = {
-        f"{name}/{part}": Wanted(
-            sharding.axis,
-            sharding.offset,
-            sharding.local_shape,
-            sharding.global_shape,
-            part_dtype(part, manifest.dtype),
-        )
-        for part in needed
-        for name, sharding in slot.adapter.table.items()
-    }
-    # What other ranks read, they check; here it must only be known, so that a tensor no rank asks for is found.
-    left = {f"{name}/{part}" for part in stored for name in slot.adapter.whole} - wanted.keys()
+    reader = _reader(context, slot, stored, needed, manifest.dtype)
     with vault_failures():
-        buffers = read_tensors(directory, manifest, wanted, left)
-    tensors: dict[str, dict[str, torch.Tensor]] = {part: {} for part in needed}
-    for part in needed:
-        for name, sharding in slot.adapter.table.items():
-            dtype = part_dtype(part, manifest.dtype)
-            tensors[part][name] = _as_tensor(f"{name}/{part}", buffers, dtype, sharding.local_shape)
-    return _Read(manifest, tensors, with_optimizer)
+        return _Read(manifest, reader.read(directory, manifest, context.memory), with_optimizer, scheduler)
+
+
+def _reader(
+    context: LoadContext, slot: Slot, stored: tuple[str, ...], needed: tuple[str, ...], dtype: str
+) -> SlotReader:
+    kind = (slot.spec, stored, needed, dtype)
+    if kind not in context.readers:
+        if len(context.readers) >= _MOST_READERS:
+            context.readers.clear()
+        context.readers[kind] = SlotReader(slot.adapter, stored, needed, dtype)
+    return context.readers[kind]
 
 
 def _needed_parts(stored: tuple[str, ...], with_optimizer: bool, saved: str, live: str) -> tuple[str, ...]:
@@ -140,42 +142,30 @@ def _check_manifest(context: LoadContext, slot: Slot, manifest: Manifest) -> Non
         raise CommandFailed(ErrorKind.NON_FINITE_STATE, "the checkpoint holds NaN or infinite values")
 
 
-def _as_tensor(key: str, buffers: dict[str, bytearray], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    buffer = buffers[key]
-    if len(buffer) != prod(shape) * ITEM_BYTES[dtype]:
-        raise CommandFailed(
-            ErrorKind.CHECKPOINT_CORRUPT, f"tensor {key} holds {len(buffer)} bytes, not those of {dtype} {shape}"
-        )
-    if not buffer:
-        return torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
-    tensor = torch.frombuffer(buffer, dtype=_TORCH_DTYPES[dtype]).view(shape)
-    if not bool(torch.isfinite(tensor).all()):
-        raise CommandFailed(ErrorKind.NON_FINITE_STATE, f"tensor {key} of the checkpoint holds NaN or infinite values")
-    return tensor
-
-
 def _apply(slot: Slot, read: _Read) -> None:
     """Copies into memory that is there already; in FP32 master and weight are the same memory."""
-    live, optimizer = slot.state(), slot.optimizer
-    if "weight" in read.tensors:
-        _copy(read.tensors["weight"], live.weight)
+    adapter, optimizer = slot.adapter, slot.optimizer
+    if "weight" in read.parts:
+        _copy(read.parts["weight"], adapter.flat)
         optimizer.masters_from_weights()
-    exact = read.tensors.get("master") or (read.tensors["weight"] if read.manifest.dtype == "fp32" else {})
+    exact = read.parts.get("master") or (read.parts["weight"] if read.manifest.dtype == "fp32" else [])
     if exact:
-        _copy(exact, live.master)
+        _copy(exact, optimizer.master)
         optimizer.weights_from_masters()
     if read.with_optimizer:
-        _copy(read.tensors["exp_avg"], live.exp_avg)
-        _copy(read.tensors["exp_avg_sq"], live.exp_avg_sq)
+        _copy(read.parts["exp_avg"], optimizer.exp_avg)
+        _copy(read.parts["exp_avg_sq"], optimizer.exp_avg_sq)
         optimizer.step = read.manifest.step
     else:
         optimizer.fresh_moments()
     optimizer.iteration = read.manifest.iteration
     optimizer.last_params = read.manifest.adam_params
+    if read.scheduler is not None:  # else the model keeps its own, if it has one
+        optimizer.scheduler = read.scheduler
     optimizer.clear_gradients()
 
 
-def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+def _copy(runs: list[Run], flat: torch.Tensor) -> None:
     with torch.no_grad():
-        for name, tensor in source.items():
-            target[name].copy_(tensor)
+        for run in runs:
+            run.copy_to(flat)

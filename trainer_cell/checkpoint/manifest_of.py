@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal
 
-from trainer_cell.protocol.commands import SaveState
+from trainer_cell.protocol.commands import AdamParams, AdapterSpec, SaveState
 from trainer_cell.protocol.outcomes import BaseModel, Layout
 from trainer_cell.training.adapter import target_modules
 from trainer_cell.training.slots import Slot
-from trainer_cell.vault.manifest import Manifest
-from trainer_cell.vault.shard_file import WrittenShard, merge_index
+from trainer_cell.vault.manifest import FileRecord, Manifest, TensorRecord
 
 _LIBRARIES = ("cellgate", "torch", "megatron-core")
 
@@ -32,11 +30,32 @@ def library_versions() -> dict[str, str]:
     return {name: version(name) for name in _LIBRARIES}
 
 
+@dataclass(frozen=True)
+class Captured:
+    """What of a slot is no tensor, as it was when its tensors were copied."""
+
+    spec: AdapterSpec
+    step: int
+    iteration: int
+    adam_params: AdamParams | None
+    has_optimizer: bool
+    scheduler: dict[str, float | int | str | bool] | None
+
+    @classmethod
+    def of(cls, slot: Slot, has_optimizer: bool) -> Captured:
+        optimizer = slot.optimizer
+        scheduler = None if optimizer.scheduler is None else optimizer.scheduler.state()
+        return cls(slot.spec, optimizer.step, optimizer.iteration, optimizer.last_params, has_optimizer, scheduler)
+
+
 def compose_manifest(
-    facts: SaveFacts, slot: Slot, command: SaveState, shards: Sequence[WrittenShard], has_optimizer: bool
+    facts: SaveFacts,
+    captured: Captured,
+    command: SaveState,
+    index: dict[str, TensorRecord],
+    files: dict[str, FileRecord],
 ) -> Manifest:
-    """The manifest of a version that consists of `shards`; the slot is read for its counters alone."""
-    optimizer = slot.optimizer
+    """The manifest of a version that consists of `files`, which hold the tensors of `index`."""
     return Manifest(
         command_id=command.command_id,
         model_id=command.model_id,
@@ -45,20 +64,21 @@ def compose_manifest(
         tenant_digest=command.tenant_digest,
         base_model=facts.base_model.name,
         base_digest=facts.base_model.digest,
-        adapter=slot.spec,
-        targets=target_modules(slot.spec),
-        iteration=optimizer.iteration,
-        step=optimizer.step,
-        has_optimizer=has_optimizer,
-        has_scheduler=False,
-        adam_params=optimizer.last_params,
+        adapter=captured.spec,
+        targets=target_modules(captured.spec),
+        iteration=captured.iteration,
+        step=captured.step,
+        has_optimizer=captured.has_optimizer,
+        has_scheduler=captured.scheduler is not None,
+        scheduler=captured.scheduler,
+        adam_params=captured.adam_params,
         layout=facts.layout,
         dtype=facts.dtype,
         created=command.created,
         expires=command.expires,
         user_metadata=command.user_metadata,
         libraries=facts.libraries,
-        non_finite=False,  # the capture has refused anything else
-        tensors=merge_index(shards),
-        files={shard.file: shard.record for shard in shards},
+        non_finite=False,  # what is not finite is not published
+        tensors=index,
+        files=files,
     )

@@ -1,39 +1,71 @@
 """Who writes which piece of a model's checkpoint.
 
 Every rank tells which pieces of which tensors it holds; a piece that several ranks hold is written by one of them, so
-that each element is on disk exactly once, and the bytes are spread over the holders.
+that each element is on disk exactly once, and the bytes are spread over the holders. Each rank writes runs of what lies
+side by side in its own buffers, so that a capture is a few large copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from trainer_cell.protocol.commands import AdapterSpec
 from trainer_cell.ranks import Ranks
-from trainer_cell.training.adapter import Sharding
+from trainer_cell.training.adapter import Adapter, Sharding
 from trainer_cell.vault.manifest import ITEM_BYTES, TensorDType
+from trainer_cell.vault.shard_layout import PieceSpec, ShardLayout, lay_out
+from trainer_cell.vault.tensor_index import TensorIndex, index_of
 
 PARTS = ("weight", "master", "exp_avg", "exp_avg_sq")
+
+# Of one rank: tensor name → how it is cut and where it begins in the rank's flat buffers, in elements.
+Table = dict[str, tuple[Sharding, int]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of one stored tensor; `key` is `<name>/<part>`, `axis` None means the whole of it."""
+    """One rank's part of one stored tensor; `key` is `<name>/<part>`. begin: in the rank's buffer of that part, in
+    elements."""
 
     name: str
     part: str
     dtype: TensorDType
     sharding: Sharding
+    begin: int
 
     @property
     def key(self) -> str:
         return f"{self.name}/{self.part}"
 
     @property
+    def numel(self) -> int:
+        return prod(self.sharding.local_shape)
+
+    @property
     def num_bytes(self) -> int:
-        return prod(self.sharding.local_shape) * ITEM_BYTES[self.dtype]
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def spec(self) -> PieceSpec:
+        sharding = self.sharding
+        return PieceSpec(
+            self.key, self.dtype, sharding.local_shape, sharding.global_shape, sharding.axis, sharding.offset
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements that lie side by side both in a rank's buffer of `part`, from `source` on (elements), and in its file,
+    from `target` on (bytes)."""
+
+    part: str
+    dtype: TensorDType
+    source: int
+    numel: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -42,9 +74,36 @@ class SavePlan:
 
     pieces: tuple[tuple[Piece, ...], ...]
 
-    @property
+    @cached_property
+    def layouts(self) -> tuple[ShardLayout | None, ...]:
+        """Each rank's file; None for a rank that writes nothing."""
+        return tuple(
+            lay_out(f"rank{rank:05d}.safetensors", [piece.spec for piece in of_rank]) if of_rank else None
+            for rank, of_rank in enumerate(self.pieces)
+        )
+
+    def image_bytes(self, rank: int) -> int:
+        """Of the memory that holds the image of that rank's file."""
+        layout = self.layouts[rank]
+        return layout.image_bytes if layout is not None else 0
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """Each rank's copies from its buffers into the image of its file."""
+        return tuple(
+            tuple(_runs(of_rank, layout)) if layout is not None else ()
+            for of_rank, layout in zip(self.pieces, self.layouts, strict=True)
+        )
+
+    @cached_property
+    def index(self) -> TensorIndex:
+        """Every tensor with all its pieces, as the manifest lists them."""
+        return index_of([layout for layout in self.layouts if layout is not None])
+
+    @cached_property
     def num_bytes(self) -> int:
-        return sum(piece.num_bytes for of_rank in self.pieces for piece in of_rank)
+        """Of all files together, their headers included."""
+        return sum(layout.size for layout in self.layouts if layout is not None)
 
 
 def stored_parts(dtype: str, include_optimizer: bool) -> tuple[str, ...]:
@@ -59,23 +118,62 @@ def part_dtype(part: str, dtype: str) -> TensorDType:
     return "BF16" if part == "weight" and dtype == "bf16" else "F32"
 
 
-def make_plan(tables: list[Mapping[str, Sharding]], parts: tuple[str, ...], dtype: str) -> SavePlan:
-    """`tables`: for each rank its tensor names and what it holds of them. The same on every rank."""
+def make_plan(tables: Sequence[Table], parts: tuple[str, ...], dtype: str) -> SavePlan:
+    """`tables`: for each rank what it holds. The same on every rank."""
     holders: dict[tuple[str, Sharding], list[int]] = {}
     for rank, table in enumerate(tables):
-        for name, sharding in table.items():
-            if prod(sharding.local_shape) == 0:
-                continue  # a vocabulary smaller than its padding can leave a rank without rows
-            holders.setdefault((name, sharding), []).append(rank)
-    load = [0] * len(tables)
+        for name, (sharding, _) in table.items():
+            if prod(sharding.local_shape):  # a vocabulary smaller than its padding can leave a rank without rows
+                holders.setdefault((name, sharding), []).append(rank)
+    shared: dict[tuple[int, ...], list[tuple[str, Sharding]]] = {}
+    for held, ranks in holders.items():
+        shared.setdefault(tuple(ranks), []).append(held)
     pieces: list[list[Piece]] = [[] for _ in tables]
-    for part in parts:
-        for (name, sharding), ranks in sorted(holders.items(), key=lambda item: (item[0][0], item[0][1].offset)):
-            piece = Piece(name, part, part_dtype(part, dtype), sharding)
-            writer = min(ranks, key=lambda rank: (load[rank], rank))
-            load[writer] += piece.num_bytes
-            pieces[writer].append(piece)
-    return SavePlan(tuple(tuple(of_rank) for of_rank in pieces))
+    for ranks_of, held_alike in shared.items():
+        table = tables[ranks_of[0]]
+        in_order = sorted(held_alike, key=lambda held: table[held[0]][1])
+        wanted = [(part, *held) for part in parts for held in in_order]
+        for rank, (part, name, sharding) in _spread(wanted, ranks_of, dtype):
+            pieces[rank].append(Piece(name, part, part_dtype(part, dtype), sharding, tables[rank][name][1]))
+    return SavePlan(tuple(tuple(sorted(of_rank, key=_in_file_order)) for of_rank in pieces))
+
+
+def _in_file_order(piece: Piece) -> tuple[int, int]:
+    return (PARTS.index(piece.part), piece.begin)
+
+
+Wanted = tuple[str, str, Sharding]
+
+
+def _spread(wanted: Sequence[Wanted], ranks: Sequence[int], dtype: str) -> Iterator[tuple[int, Wanted]]:
+    """Each rank one stretch of what all of them hold, of about the same bytes."""
+    sizes = [prod(one[2].local_shape) * ITEM_BYTES[part_dtype(one[0], dtype)] for one in wanted]
+    share = sum(sizes) / len(ranks)
+    before = 0
+    for one, size in zip(wanted, sizes, strict=True):
+        # By its middle, so that no rank is a whole tensor over its share.
+        yield ranks[min(int((before + size / 2) / share), len(ranks) - 1)], one
+        before += size
+
+
+def _runs(pieces: Sequence[Piece], layout: ShardLayout) -> Iterator[Run]:
+    last: Run | None = None
+    by_key = {piece.key: piece for piece in pieces}
+    for spec in layout.specs:
+        piece, target = by_key[spec.key], layout.index[spec.key].pieces[0].begin
+        if (
+            last is not None
+            and last.part == piece.part
+            and last.source + last.numel == piece.begin
+            and last.target + last.numel * ITEM_BYTES[last.dtype] == target
+        ):
+            last = Run(last.part, last.dtype, last.source, last.numel + piece.numel, last.target)
+            continue
+        if last is not None:
+            yield last
+        last = Run(piece.part, piece.dtype, piece.begin, piece.numel, target)
+    if last is not None:
+        yield last
 
 
 class PlanCache:
@@ -86,10 +184,11 @@ class PlanCache:
         self._dtype = dtype
         self._plans: dict[tuple[AdapterSpec, bool], SavePlan] = {}
 
-    def plan(self, spec: AdapterSpec, table: Mapping[str, Sharding], include_optimizer: bool) -> SavePlan:
-        """All ranks together, with the same arguments but for `table`, which is this rank's own."""
-        key = (spec, include_optimizer)
+    def plan(self, adapter: Adapter, include_optimizer: bool) -> SavePlan:
+        """All ranks together, with adapters of the same shape."""
+        key = (adapter.spec, include_optimizer)
         if key not in self._plans:
+            table: Table = {name: (sharding, adapter.begin[name]) for name, sharding in adapter.table.items()}
             parts = stored_parts(self._dtype, include_optimizer)
-            self._plans[key] = make_plan(self._ranks.gather(dict(table)), parts, self._dtype)
+            self._plans[key] = make_plan(self._ranks.gather(table), parts, self._dtype)
         return self._plans[key]

@@ -9,7 +9,9 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+
+PROTOCOL_VERSION = 2
 
 DType = Literal["float32", "int64"]
 
@@ -54,6 +56,31 @@ class AdamParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_clip_norm: float
 
 
+class LrSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rates that follow the number of a model's steps, named as Megatron's `OptimizerParamScheduler` names them.
+
+    The learning rate goes from init_lr to max_lr over lr_warmup_steps, then in lr_decay_style to min_lr, where it is
+    after lr_decay_steps, the warm-up included. wsd_decay_steps, lr_wsd_decay_style: the last part of WSD.
+    start_wd, end_wd, wd_incr_steps, wd_incr_style: the same for the weight decay; all None: it is not scheduled.
+    """
+
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    init_lr: float = 0.0
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
+    start_wd: float | None = None
+    end_wd: float | None = None
+    wd_incr_steps: int | None = None
+    wd_incr_style: Literal["constant", "linear", "cosine"] | None = None
+
+
+Rate = Literal["learning_rate", "weight_decay"]
+
+
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command"):
     command_id: str
     model_id: str
@@ -64,6 +91,7 @@ class CreateModel(_Command, frozen=True, tag="create_model"):
 
     adapter: AdapterSpec
     seed: int
+    lr_schedule: LrSchedule | None = None
 
 
 class FreeModel(_Command, frozen=True, tag="free_model"):
@@ -80,20 +108,42 @@ class ForwardBackward(_Command, frozen=True, tag="forward_backward"):
 
 
 class OptimStep(_Command, frozen=True, tag="optim_step"):
-    """One AdamW step over the accumulated gradients, which are cleared."""
+    """One AdamW step over the accumulated gradients, which are cleared.
+
+    scheduled: what the model's schedule says instead of `adam`. For the learning rate the model must have a schedule;
+    a weight decay that is not scheduled is that of `adam`.
+    """
 
     adam: AdamParams
+    scheduled: tuple[Rate, ...] = ()
 
 
 class DiscardGradients(_Command, frozen=True, tag="discard_gradients"):
     """Clear the accumulated gradients and change nothing else."""
 
 
-class SaveState(_Command, frozen=True, tag="save_state"):
+class ByteQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of checkpoints that a tenant has (those replaced, and saves under way, among them) and may have."""
+
+    used: int
+    limit: int
+
+    def check(self, num_bytes: int) -> None:
+        """Raises `CommandFailed` (QUOTA_EXCEEDED) when so many bytes of tensors do not fit; their description, which is
+        small and not known before, is counted once it is there."""
+        if self.used + num_bytes > self.limit:
+            raise CommandFailed(
+                ErrorKind.QUOTA_EXCEEDED,
+                f"this checkpoint needs {num_bytes} bytes; {self.used} of the {self.limit} bytes allowed are used, "
+                "replaced versions that still have their grace among them: delete checkpoints to make room",
+            )
+
+
+class SaveState(_Command, frozen=True, omit_defaults=True, tag="save_state"):
     """Publish a checkpoint of the model under `<root>/<model_id>/<kind>/<name>`.
 
     include_optimizer: False leaves masters and moments out (the weights then carry the state alone).
-    created / expires: UTC, ISO 8601 with `Z`.
+    created / expires: UTC, ISO 8601 with `Z`. quota: None where the tenant has none.
     """
 
     name: str
@@ -104,6 +154,7 @@ class SaveState(_Command, frozen=True, tag="save_state"):
     created: str
     expires: str | None
     user_metadata: dict[str, str]
+    quota: ByteQuota | None = None
 
 
 class LoadState(_Command, frozen=True, tag="load_state"):

@@ -26,12 +26,14 @@ class ErrorKind(StrEnum):
     NO_GRADIENTS = "no_gradients"
     PARTIAL_GRADIENTS = "partial_gradients"
     NO_FREE_SLOT = "no_free_slot"
+    QUOTA_EXCEEDED = "quota_exceeded"
     # The service, its disk or its machines are at fault.
     MODEL_LOST = "model_lost"
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
     NON_FINITE_STATE = "non_finite_state"
     STORAGE_FAILED = "storage_failed"
     RANK_FAILED = "rank_failed"
+    SAVE_BUFFERS_FULL = "save_buffers_full"
     CELL_LOST = "cell_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
 
@@ -48,6 +50,7 @@ _USER_KINDS = frozenset(
         ErrorKind.NO_GRADIENTS,
         ErrorKind.PARTIAL_GRADIENTS,
         ErrorKind.NO_FREE_SLOT,
+        ErrorKind.QUOTA_EXCEEDED,
     }
 )
 

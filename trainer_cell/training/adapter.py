@@ -15,23 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from trainer_cell.protocol.commands import AdapterSpec
+from trainer_cell.training.adapter_names import kind_of, pair_names
+from trainer_cell.training.adapter_names import target_modules as target_modules
 from trainer_cell.training.build import Base
 from trainer_cell.training.projections import Adapted, Pair, Projection, Routing
 
 # Every tensor begins at a multiple of 64 bytes, whatever lies before it: matrix kernels may sum in another order at
 # another alignment.
 _ALIGNMENT = 16
-
-_TARGETS = {
-    "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "train_mlp": ("gate_proj", "up_proj", "down_proj"),
-    "train_unembed": ("lm_head",),
-}
-
-
-def target_modules(spec: AdapterSpec) -> tuple[str, ...]:
-    """The kinds of projection an adapter of this shape acts on, in PEFT's words."""
-    return tuple(kind for switch, kinds in _TARGETS.items() if getattr(spec, switch) for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -48,8 +39,8 @@ class Adapter:
     """The adapter tensors of one model on this rank.
 
     parameters: views into `flat`, by PEFT name in the order of the model; leaves that require gradients, in the base
-    model's dtype and on its device. table: how each is cut, under the same names. whole: the shape of every tensor of
-    the model, also of those that other pipeline stages hold.
+    model's dtype and on its device. table: how each is cut, under the same names; begin: where each lies in `flat`, in
+    elements. whole: the shape of every tensor of the model, also of those that other pipeline stages hold.
     """
 
     def __init__(self, base: Base, spec: AdapterSpec) -> None:
@@ -57,14 +48,16 @@ class Adapter:
         self.base, self.spec, self.scale = base, spec, spec.alpha / spec.rank
         self.whole: dict[str, tuple[int, int]] = {}
         for projection, (out_features, in_features) in base.features.items():
-            if _kind(projection) in targets:
-                a, b = _pair_names(projection)
+            if kind_of(projection) in targets:
+                a, b = pair_names(projection)
                 self.whole |= {a: (spec.rank, in_features), b: (out_features, spec.rank)}
         self.table: dict[str, Sharding] = {}
         self._names: list[tuple[Adapted, list[tuple[str, str] | None]]] = []
         for layer in base.adapted:
-            self._names.append((layer, [self._add(p) if _kind(p.name) in targets else None for p in layer.projections]))
-        self._begin, self.num_sharded, numel = _arrange(self.table)
+            self._names.append(
+                (layer, [self._add(p) if kind_of(p.name) in targets else None for p in layer.projections])
+            )
+        self.begin, self.num_sharded, numel = _arrange(self.table)
         self.flat = torch.zeros(numel, dtype=base.dtype, device=base.device)
         self.parameters = {name: torch.nn.Parameter(view) for name, view in self.views(self.flat).items()}
         self._routings = [(layer, Routing(self._pairs_of(names), self.scale)) for layer, names in self._names]
@@ -77,9 +70,7 @@ class Adapter:
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each tensor's part of a buffer that is laid out as `flat` is."""
         return {
-            name: flat[self._begin[name] : self._begin[name] + math.prod(sharding.local_shape)].view(
-                sharding.local_shape
-            )
+            name: flat[self.begin[name] : self.begin[name] + math.prod(sharding.local_shape)].view(sharding.local_shape)
             for name, sharding in self.table.items()
         }
 
@@ -108,23 +99,13 @@ class Adapter:
 
     def _add(self, projection: Projection) -> tuple[str, str]:
         """Enter a projection's pair in the table; its names are returned."""
-        a, b = _pair_names(projection.name)
+        a, b = pair_names(projection.name)
         self.table[a] = _sharding(self.whole[a], 1, projection)
         self.table[b] = _sharding(self.whole[b], 0, projection)
         return a, b
 
     def _pairs_of(self, names: list[tuple[str, str] | None]) -> tuple[Pair | None, ...]:
         return tuple(pair and (self.parameters[pair[0]], self.parameters[pair[1]]) for pair in names)
-
-
-def _kind(projection: str) -> str:
-    return projection.rsplit(".", 1)[-1]
-
-
-def _pair_names(projection: str) -> tuple[str, str]:
-    """What PEFT calls the two tensors of a projection."""
-    prefix = f"base_model.model.{projection}"
-    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
 def _sharding(global_shape: tuple[int, int], axis: int, projection: Projection) -> Sharding:

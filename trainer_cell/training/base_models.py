@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from trainer_cell.protocol.outcomes import BaseModel
 from trainer_cell.training import tiny_base
@@ -83,6 +84,31 @@ def prepare(name_or_path: str, cache: Path) -> Path:
         raise BaseUnavailable(f"{name_or_path}: there is no such directory")
     directory = cache / "base" / name_or_path.replace("/", "--")
     return _prepared(directory, _Recipe(name_or_path, "", name_or_path, lambda into: _download(name_or_path, into)))
+
+
+def prepare_weights(base: Path, weights: Path, cache: Path) -> Path:
+    """As `prepare`, of a base model's config and tokenizer with other weights: those of a Megatron `torch_dist`
+    checkpoint in the directory `weights`. What was brought once is known again by the bytes of both."""
+    known = _read_record(base)
+    name, alias = (known.name, next(iter(known.aliases), "")) if known else (_own_name(base), "")
+    digest = xxhash.xxh3_64()
+    for file in [base / "config.json", *sorted(path for path in weights.iterdir() if path.is_file())]:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 24):
+                digest.update(chunk)
+    directory = cache / "base" / f"{name.replace('/', '--')}--{digest.hexdigest()}"
+    source = known.source if known else None
+    return _prepared(directory, _Recipe(name, alias, source, lambda into: _write_converted(weights, base, into)))
+
+
+def _write_converted(weights: Path, base: Path, into: Path) -> None:
+    # In a process of its own: this one needs no torch.
+    command = [sys.executable, "-W", "ignore", "-m", "trainer_cell.training.megatron_weights"]
+    try:
+        subprocess.run([*command, str(weights), str(base), str(into)], check=True, stdout=sys.stderr)
+    except subprocess.CalledProcessError as error:
+        raise BaseUnavailable(f"the base weights in {weights} cannot be used (see above)") from error
 
 
 def _download(hub_id: str, directory: Path) -> None:
@@ -154,6 +180,15 @@ def describe(directory: Path, vocab_size: int, max_context: int) -> BaseModel:
     if digest != record.digest:
         raise DamagedBase(f"{directory}: the weights are not those that {RECORD} was written for")
     return BaseModel(record.name, record.aliases, digest, record.source or tokenizer, vocab_size, max_context)
+
+
+def identify(directory: Path) -> tuple[str, str]:
+    """Name and digest of a prepared base model, as its record tells, else as its weights do; raises `DamagedBase`.
+
+    A cell that serves the model digests its weights at every start, so here the record is taken at its word.
+    """
+    record = _read_record(directory)
+    return (record.name, record.digest) if record else (_own_name(directory), weights_digest(directory))
 
 
 def _own_name(directory: Path) -> str:

@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 
 from trainer_cell.protocol.commands import AdamParams
 from trainer_cell.training.adapter import Adapter
+from trainer_cell.training.lr_schedule import LrScheduler
 
 # Adam squares gradients in FP32: beyond this the square is infinite, and one such step would stay in the moments.
 _LARGEST_NORM = 1e18
@@ -21,9 +22,10 @@ class SlotOptimizer:
 
     master: in FP32 the adapter's own storage, else what its weights are rounded from.
     step: Adam's count of steps since the moments were fresh; iteration: steps in the model's life.
+    scheduler: the model's own learning rates; it counts every step that is applied.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, scheduler: LrScheduler | None = None) -> None:
         self.adapter = adapter
         flat = adapter.flat
         self.master = flat if flat.dtype == torch.float32 else flat.float()
@@ -32,6 +34,7 @@ class SlotOptimizer:
         self.step = 0
         self.iteration = 0
         self.last_params: AdamParams | None = None
+        self.scheduler = scheduler
         self._gradient: torch.Tensor | None = None
 
     @property
@@ -85,7 +88,7 @@ class SlotOptimizer:
             if clip < 1.0:
                 gradient.mul_(clip)
             self._adam_step(gradient, params)
-        return {"grad_norm": norm, "step": float(self.step)}
+        return {"grad_norm": norm, "step": float(self.step), "learning_rate": params.learning_rate}
 
     def _sum_over_ranks(self, gradient: torch.Tensor) -> None:
         """Over the data-parallel ranks; what tensor-parallel ranks hold alike gets the same bits on each of them."""
@@ -123,6 +126,8 @@ class SlotOptimizer:
         self.step += 1
         self.iteration += 1
         self.last_params = params
+        if self.scheduler is not None:
+            self.scheduler.advance()
 
     def _global_norm(self, gradient: torch.Tensor) -> float:
         """2-norm over the whole adapter, summed in float64: cut tensors add up over tensor-parallel ranks, whole ones

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer_cell.training.base_models import BaseUnavailable, default_cache, prepare
+from trainer_cell.training.base_models import BaseUnavailable, default_cache, prepare, prepare_weights
 from trainer_cell.training.model_shape import UnsupportedBase, check_layout, read_shape
 from trainer_cell.training.safetensors_files import DamagedBase
 
@@ -21,9 +21,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=default_cache(), help="default: %(default)s")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks it must be able to be split over")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages it must be able to be split over")
+    parser.add_argument("--weights", type=Path, help="torch_dist checkpoint whose weights take the place of its own")
     options = parser.parse_args(arguments)
     try:
         directory = prepare(options.name_or_path, options.cache)
+        if options.weights is not None:
+            directory = prepare_weights(directory, options.weights, options.cache)
         check_layout(read_shape(directory), options.tp, options.pp)
     except (BaseUnavailable, DamagedBase, UnsupportedBase) as problem:
         sys.stderr.write(f"{problem}\n")

@@ -7,10 +7,11 @@ from math import isfinite
 
 import torch
 
-from trainer_cell.protocol.commands import AdapterSpec
+from trainer_cell.protocol.commands import AdapterSpec, LrSchedule
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.training.adapter import Adapter, target_modules
 from trainer_cell.training.build import Base
+from trainer_cell.training.lr_schedule import LrScheduler
 from trainer_cell.training.optimizer import SlotOptimizer
 
 
@@ -40,6 +41,10 @@ class Slot:
     def num_parameters(self) -> int:
         return self.adapter.num_parameters
 
+    def flat(self, part: str) -> torch.Tensor:
+        """The live buffer of `weight`, `master`, `exp_avg` or `exp_avg_sq`, laid out as `Adapter.begin` says."""
+        return self.adapter.flat if part == "weight" else getattr(self.optimizer, part)
+
     def state(self) -> SlotState:
         views, optimizer = self.adapter.views, self.optimizer
         return SlotState(
@@ -57,15 +62,16 @@ class SlotTable:
         self._base, self._limit, self._max_rank = base, limit, max_rank
         self._slots: dict[str, Slot] = {}
 
-    def create(self, model_id: str, spec: AdapterSpec, seed: int) -> Slot:
+    def create(self, model_id: str, spec: AdapterSpec, seed: int, lr_schedule: LrSchedule | None = None) -> Slot:
         """Make a model resident with a fresh adapter. Raises `CommandFailed`, with nothing changed."""
         if self.is_resident(model_id):
             raise CommandFailed(ErrorKind.MODEL_EXISTS, f"model {model_id} is resident already")
         self._check_spec(spec)
         if len(self._slots) >= self._limit:
             raise CommandFailed(ErrorKind.NO_FREE_SLOT, f"all {self._limit} slots are taken")
+        scheduler = None if lr_schedule is None else LrScheduler(lr_schedule)
         adapter = Adapter(self._base, spec)
-        optimizer = SlotOptimizer(adapter)
+        optimizer = SlotOptimizer(adapter, scheduler)
         optimizer.master.copy_(adapter.initialise(seed))
         self._slots[model_id] = slot = Slot(model_id, spec, adapter, optimizer)
         return slot

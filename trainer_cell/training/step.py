@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from trainer_cell.protocol.commands import ForwardBackward, OptimStep
+from trainer_cell.protocol.commands import AdamParams, ForwardBackward, OptimStep
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import ForwardBackwardDone, OptimStepDone
 from trainer_cell.ranks import Ranks
@@ -20,6 +20,7 @@ from trainer_cell.training.build import Base
 from trainer_cell.training.gradients import gathering
 from trainer_cell.training.inputs import check_adam, read_sequences
 from trainer_cell.training.losses import Loss, Tokens, find_loss
+from trainer_cell.training.lr_schedule import scheduled
 from trainer_cell.training.packing import Row, pack, share, tokens_per_row
 from trainer_cell.training.slots import Slot
 
@@ -71,17 +72,18 @@ def forward_backward(base: Base, slot: Slot, ranks: Ranks, command: ForwardBackw
 
 
 def optim_step(slot: Slot, ranks: Ranks, command: OptimStep) -> OptimStepDone:
-    """One AdamW step; every rank calls it together. Raises `CommandFailed`, with nothing changed, for bad parameters
-    or when no gradient was accumulated since the last step."""
+    """One AdamW step; every rank calls it together. Raises `CommandFailed`, with nothing changed, for bad parameters,
+    for rates that nobody gives, or when no gradient was accumulated since the last step."""
     optimizer = slot.optimizer
 
-    def check() -> None:
-        check_adam(command.adam)
+    def check() -> AdamParams:
+        adam = scheduled(command.adam, command.scheduled, optimizer.scheduler)
+        check_adam(adam)
         if not optimizer.has_gradients:
             raise CommandFailed(ErrorKind.NO_GRADIENTS, "no forward_backward has succeeded since the last optim_step")
+        return adam
 
-    ranks.agree(check)
-    metrics = optimizer.apply(command.adam)
+    metrics = optimizer.apply(ranks.agree(check))
     return OptimStepDone(command.command_id, optimizer.step, optimizer.iteration, metrics)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import stat
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from trainer_cell.vault.manifest import (
 )
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+# Indexes and file sizes without a problem: most checkpoints share theirs with others (`read_manifest`).
+_sound: deque[tuple[Mapping[str, TensorRecord], Mapping[str, int]]] = deque(maxlen=16)
 
 
 def directory_problems(directory: Path, manifest: Manifest, disk: Disk = LOCAL_DISK) -> Iterator[str]:
@@ -50,20 +52,32 @@ def directory_problems(directory: Path, manifest: Manifest, disk: Disk = LOCAL_D
 
 def index_problems(manifest: Manifest) -> Iterator[str]:
     """Whatever keeps the pieces from covering each tensor, and each file's data, exactly once."""
-    if not manifest.tensors:
-        yield "tensors: the checkpoint holds none"
     for name, record in manifest.files.items():
-        yield from (f"file {name}: {problem}" for problem in _file_problems(record))
+        yield from (f"file {name}: {problem}" for problem in record_problems(record))
+    sizes = {name: record.size for name, record in manifest.files.items()}
+    if any(tensors is manifest.tensors and known == sizes for tensors, known in tuple(_sound)):
+        return
+    problems = list(tensor_problems(manifest.tensors, sizes))
+    if not problems:
+        _sound.append((manifest.tensors, sizes))
+    yield from problems
+
+
+def tensor_problems(tensors: Mapping[str, TensorRecord], sizes: Mapping[str, int]) -> Iterator[str]:
+    """`index_problems` as far as tensors and the files' sizes show them."""
+    if not tensors:
+        yield "tensors: the checkpoint holds none"
     pieces_of: dict[str, list[PieceRecord]] = defaultdict(list)
-    for key, tensor in manifest.tensors.items():
-        yield from (f"tensor {key}: {problem}" for problem in _tensor_problems(tensor, manifest))
+    for key, tensor in tensors.items():
+        yield from (f"tensor {key}: {problem}" for problem in _tensor_problems(tensor, sizes))
         for piece in tensor.pieces:
             pieces_of[piece.file].append(piece)
-    for name, record in manifest.files.items():
-        yield from (f"file {name}: {problem}" for problem in _layout_problems(record, pieces_of[name]))
+    for name, size in sizes.items():
+        yield from (f"file {name}: {problem}" for problem in _layout_problems(size, pieces_of[name]))
 
 
-def _file_problems(record: FileRecord) -> Iterator[str]:
+def record_problems(record: FileRecord) -> Iterator[str]:
+    """What of a file's record contradicts itself."""
     if record.size <= 0 or record.chunk_size <= 0:
         yield "size and chunk_size must be positive"
     elif len(record.chunk_digests) != -(-record.size // record.chunk_size):
@@ -74,11 +88,11 @@ def _file_problems(record: FileRecord) -> Iterator[str]:
         yield "digest does not match chunk_digests"
 
 
-def _tensor_problems(tensor: TensorRecord, manifest: Manifest) -> Iterator[str]:
+def _tensor_problems(tensor: TensorRecord, sizes: Mapping[str, int]) -> Iterator[str]:
     if any(size < 0 for size in tensor.shape):
         yield f"shape {list(tensor.shape)} has a negative size"
     for piece in tensor.pieces:
-        if piece.file not in manifest.files:
+        if piece.file not in sizes:
             yield f"file {piece.file} is not in the manifest"
         if any(size < 0 for size in piece.shape):
             yield f"a piece's shape {list(piece.shape)} has a negative size"
@@ -128,7 +142,7 @@ def fits(shape: Sequence[int], whole: Sequence[int], axis: int) -> bool:
     )
 
 
-def _layout_problems(record: FileRecord, pieces: list[PieceRecord]) -> Iterator[str]:
+def _layout_problems(size: int, pieces: list[PieceRecord]) -> Iterator[str]:
     """A file is a header, then its pieces without gap or overlap."""
     if not pieces:
         yield "it holds no tensor"
@@ -143,5 +157,5 @@ def _layout_problems(record: FileRecord, pieces: list[PieceRecord]) -> Iterator[
             yield f"bytes between {min(position, piece.begin)} and {max(position, piece.begin)} belong to {what}"
             return
         position = piece.end
-    if position != record.size:
-        yield f"tensors end at {position}, the file at {record.size}"
+    if position != size:
+        yield f"tensors end at {position}, the file at {size}"

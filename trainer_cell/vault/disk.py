@@ -6,6 +6,7 @@ Every method goes through `Disk.call`, so that a subclass can record, fail or st
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -70,6 +71,26 @@ class Disk:
         """Reserve `size` bytes, so that a full disk shows now."""
         if size:
             self.call("allocate", path, lambda: os.posix_fallocate(descriptor, 0, size))
+
+    def set_direct(self, descriptor: int, path: Path, on: bool) -> bool:
+        """Whether writes now go past the page cache: memory, offsets and lengths of pages only. Not all file systems
+        know it."""
+
+        def act() -> bool:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            flags = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                return False
+            return on
+
+        return self.call("fcntl", path, act)
+
+    def truncate(self, descriptor: int, path: Path, size: int) -> None:
+        self.call("truncate", path, lambda: os.ftruncate(descriptor, size))
 
     def write(self, descriptor: int, path: Path, views: Sequence[memoryview], offset: int) -> None:
         """Write all bytes of `views`, one after the other, from `offset` on."""

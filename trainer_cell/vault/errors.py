@@ -5,7 +5,9 @@
     ├── VaultUnusable                the checkpoint root cannot hold checkpoints
     ├── VaultLocked                  somebody else holds a lock that was asked for
     ├── CheckpointExists             the public name is taken
-    │   └── NotReplaceable           ... by something the vault did not publish, so overwriting it is refused too
+    │   ├── NotReplaceable           ... by something the vault did not publish, so overwriting it is refused too
+    │   └── NamePinned               ... by a checkpoint that is pinned, so overwriting it is refused too
+    ├── CheckpointPinned             it is to be deleted, and is pinned
     ├── CheckpointDamaged            bytes, files or fields are not what was published
     │   └── TensorsDisagree          ... or not the tensors the reader expects
     ├── UnsupportedFormat            written in a format version that this code does not read
@@ -60,6 +62,20 @@ class CheckpointExists(VaultError):
 class NotReplaceable(CheckpointExists):
     def __str__(self) -> str:
         return f"{self.uri} is not a checkpoint that can be overwritten; pick another name"
+
+
+class NamePinned(CheckpointExists):
+    def __str__(self) -> str:
+        return f"{self.uri} is pinned; unpin it or pick another name"
+
+
+class CheckpointPinned(VaultError):
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self.uri = uri
+
+    def __str__(self) -> str:
+        return f"{self.uri} is pinned; unpin it first"
 
 
 class CheckpointDamaged(VaultError):

@@ -2,7 +2,9 @@
 
     <root>/<model>/<kind>/<name>                       -> ../.versions/<kind>.<name>.<ulid>   (public path)
     <root>/<model>/.versions/<kind>.<name>.<ulid>/     immutable, complete
+    <root>/<model>/.retention/<kind>.<name>.<ulid>.json   what was decided about a version later: TTL, pin, deletion
     <root>/.staging/<epoch>.<ulid>/                    garbage once the lock <epoch>.lock is free
+    <root>/.quarantine/<model>/<kind>.<name>.<ulid>.<ulid>/   a version that did not verify, set aside at a start
 
 `<model>` is the model id with `:` written as `~`. Everything that comes from outside is matched in full against a
 closed alphabet before it becomes part of a path.
@@ -38,7 +40,9 @@ Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 VERSIONS = ".versions"
+RETENTION = ".retention"
 STAGING = ".staging"
+QUARANTINE = ".quarantine"
 _SCHEME = "tinker://"
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,190}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -123,6 +127,9 @@ class VersionName:
     def __str__(self) -> str:
         return f"{self.kind}.{self.name}.{self.ulid}"
 
+    def is_of(self, address: CheckpointAddress) -> bool:
+        return (self.kind, self.name) == (address.kind, address.name)
+
     @classmethod
     def parse(cls, text: str) -> VersionName | None:
         match = _VERSION.fullmatch(text)
@@ -193,11 +200,22 @@ class Vault:
     def staging_root(self) -> Path:
         return self.root / STAGING
 
+    @property
+    def quarantine_root(self) -> Path:
+        return self.root / QUARANTINE
+
+    def models(self) -> list[str]:
+        """The ids of all models that have a directory here."""
+        return [model_id for model_id in map(model_id_of, self.disk.names(self.root)) if model_id is not None]
+
     def model_dir(self, model_id: str) -> Path:
         return self.root / directory_name(model_id)
 
     def versions_dir(self, model_id: str) -> Path:
         return self.model_dir(model_id) / VERSIONS
+
+    def retention_dir(self, model_id: str) -> Path:
+        return self.model_dir(model_id) / RETENTION
 
     def kind_dir(self, address: CheckpointAddress) -> Path:
         return self.model_dir(address.model_id) / address.kind
@@ -239,7 +257,7 @@ class Vault:
 
     def _version_at(self, address: CheckpointAddress, target: str) -> VersionName:
         version = VersionName.parse(target.removeprefix(f"../{VERSIONS}/"))
-        if version is None or target != link_target(version) or (version.kind, version.name) != _named(address):
+        if version is None or target != link_target(version) or not version.is_of(address):
             raise CheckpointDamaged(self.public_path(address), "does not point at a version of this name")
         return version
 
@@ -271,7 +289,3 @@ class Vault:
 def link_target(version: VersionName) -> str:
     """What a public name's link holds."""
     return f"../{VERSIONS}/{version}"
-
-
-def _named(address: CheckpointAddress) -> tuple[str, str]:
-    return address.kind, address.name

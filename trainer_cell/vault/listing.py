@@ -1,4 +1,4 @@
-"""Which checkpoints there are, from the directories alone, and deleting them."""
+"""Which checkpoints there are, from the directories alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from trainer_cell.vault.cover import directory_problems
@@ -19,9 +20,8 @@ from trainer_cell.vault.layout import (
     directory_name,
     model_id_of,
 )
-from trainer_cell.vault.locks import lock_version
 from trainer_cell.vault.manifest import MANIFEST_NAME, Manifest, read_manifest
-from trainer_cell.vault.staging import discard
+from trainer_cell.vault.retention_record import NO_RECORD, RetentionRecord, moment, read_record
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Listed:
 
     manifest: None when it cannot be read; problem: why the checkpoint cannot be taken for complete (its bytes have not
     been read), None when it can. size_bytes: of the files, 0 when there is no manifest.
+    record: what was decided about it since it was published.
     """
 
     address: CheckpointAddress
@@ -37,6 +38,13 @@ class Listed:
     manifest: Manifest | None
     problem: str | None
     size_bytes: int
+    record: RetentionRecord = NO_RECORD
+
+    @property
+    def expires(self) -> datetime | None:
+        """When it goes, as its TTL has it now; only for one without a problem."""
+        stated = None if self.manifest is None else self.manifest.expires
+        return self.record.expires_over(None if stated is None else moment(stated))
 
 
 def list_checkpoints(vault: Vault, model_id: str | None = None) -> Iterator[Listed]:
@@ -95,16 +103,27 @@ def _listed(vault: Vault, address: CheckpointAddress, version: str) -> Listed:
     directory = vault.version_dir(version)
     try:
         manifest = read_manifest(directory, vault.disk)
+        record = record_of(vault, address, version)
     except VaultError as error:
         return Listed(address, version, None, str(error), 0)
-    return Listed(address, version, manifest, _problem(directory, manifest, address, vault.disk), manifest.size_bytes)
+    problem = _problem(directory, manifest, address, vault.disk)
+    return Listed(address, version, manifest, problem, manifest.size_bytes, record)
+
+
+def record_of(vault: Vault, address: CheckpointAddress, version: str) -> RetentionRecord:
+    """Of a version as `Vault.resolve` tells it; a plain directory has none. Raises `StorageFailed`."""
+    name = VersionName.parse(version.rpartition("/")[2])
+    return NO_RECORD if name is None else read_record(vault, address.model_id, name)
 
 
 def _problem(directory: Path, manifest: Manifest, address: CheckpointAddress, disk: Disk) -> str | None:
     try:
         check_identity(directory, manifest, address)
+        for time in (manifest.created, manifest.expires):
+            if time is not None:
+                moment(time)
         return next(directory_problems(directory, manifest, disk), None)
-    except VaultError as error:
+    except (VaultError, ValueError) as error:
         return str(error)
 
 
@@ -119,45 +138,3 @@ def check_identity(directory: Path, manifest: Manifest, address: CheckpointAddre
             raise CheckpointDamaged(
                 directory / MANIFEST_NAME, f"{field} is {getattr(manifest, field)}, not {getattr(address, field)}"
             )
-
-
-def delete_checkpoint(vault: Vault, address: CheckpointAddress) -> bool:
-    """Delete a public name, its version and the replaced versions behind it; whether the name was there.
-
-    The name goes first, durably; a crash after that leaves versions that a second call, or a sweep, removes. A version
-    that a reader holds a lease on stays for a later call. Raises `StorageFailed`; a retry is fine.
-    """
-    try:
-        lock = vault.lock_model(address.model_id)
-    except NotThere:
-        return _delete_name(vault, address)
-    with lock:
-        was_there = _delete_name(vault, address)
-        for name in vault.disk.names(vault.versions_dir(address.model_id)):
-            version = VersionName.parse(name)
-            if version and (version.kind, version.name) == (address.kind, address.name):
-                _delete_version(vault, vault.versions_dir(address.model_id) / name)
-        return was_there
-
-
-def _delete_name(vault: Vault, address: CheckpointAddress) -> bool:
-    public = vault.public_path(address)
-    try:
-        status = vault.disk.stat(public)
-    except NotThere:
-        return False
-    if stat.S_ISDIR(status.st_mode):
-        discard(vault, public)
-        return True
-    if not stat.S_ISLNK(status.st_mode):
-        return False
-    vault.disk.unlink(public)
-    vault.disk.fsync_directory(public.parent)
-    return True
-
-
-def _delete_version(vault: Vault, directory: Path) -> None:
-    lease = lock_version(vault.disk, directory, exclusive=True)
-    if lease is not None:
-        with lease:
-            discard(vault, directory)

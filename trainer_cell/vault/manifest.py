@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     base_model, base_digest: wire name of the base model, and digest of its weights.
     targets: module names the adapter sits on; adam_params: those of the last step, None before the first.
     step: Adam's; iteration: optimizer steps in the model's life. layout: parallel sizes at the save.
+    scheduler: state of Megatron's `OptimizerParamScheduler` and what that leaves out of it (init_lr and those of WSD),
+    counted in optimizer steps; not in the file when there is none.
     dtype: of the weights; non_finite: whether any stored tensor holds NaN or infinity.
     tensors: by key `<peft name>/<weight|master|exp_avg|exp_avg_sq>`; files: by name, the manifest itself aside.
     manifest_digest: set by `read_manifest`; what is given to `encode_manifest` is ignored.
@@ -94,6 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int
     has_optimizer: bool
     has_scheduler: bool
+    scheduler: dict[str, float | int | str | bool] | None = None
     adam_params: AdamParams | None
     layout: Layout
     dtype: Literal["fp32", "bf16"]
@@ -118,32 +122,57 @@ class _Version(msgspec.Struct):
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Manifest)
+_tensors_decoder = msgspec.json.Decoder(dict[str, TensorRecord])
+# Around the tensors' lines. Inside a JSON text a line ends nowhere else: in strings it is escaped.
+_TENSORS_BEGIN = b'\n  "tensors": {\n'
+_TENSORS_END = b'\n  },\n  "files": {'
 _version_decoder = msgspec.json.Decoder(_Version)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Raises `ValueError` for a manifest that would not read back as it is."""
+def encode_manifest(manifest: Manifest, tensors_text: bytes | None = None) -> bytes:
+    """tensors_text: what `encode_entries` makes of the manifest's tensors, where that is known already and checked.
+
+    Raises `ValueError` for a manifest that would not read back as it is.
+    """
+    if problem := _scheduler_problem(manifest):
+        raise ValueError(problem)
+    if tensors_text is None:
+        raw = _encode(manifest, encode_entries(manifest.tensors))
+        _check_reads_back(manifest, raw)
+    else:
+        raw = _encode(manifest, tensors_text)
+        others = msgspec.structs.replace(manifest, tensors={})
+        _check_reads_back(others, _encode(others, b"{}"))
+    return raw
+
+
+def _encode(manifest: Manifest, tensors_text: bytes) -> bytes:
     lines = []
     for field in Manifest.__struct_fields__[:-1]:
         value = getattr(manifest, field)
-        lines.append(f'  "{field}": '.encode() + (_entries(value) if field in ("tensors", "files") else _json(value)))
+        if field == "scheduler" and value is None:
+            continue
+        text = tensors_text if field == "tensors" else encode_entries(value) if field == "files" else _json(value)
+        lines.append(f'  "{field}": '.encode() + text)
     body = b"{\n" + b",\n".join(lines)
-    digest = xxhash.xxh3_128_hexdigest(body)
-    raw = body + f',\n  "manifest_digest": "{digest}"\n}}\n'.encode()
+    return body + f',\n  "manifest_digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
+
+
+def _check_reads_back(manifest: Manifest, raw: bytes) -> None:
     try:
-        same = _decoder.decode(raw) == msgspec.structs.replace(manifest, manifest_digest=digest)
+        read = _decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise ValueError(f"the manifest breaks its own format: {error}") from error
-    if not same:
+    if read != msgspec.structs.replace(manifest, manifest_digest=read.manifest_digest):
         raise ValueError("the manifest holds values that JSON does not keep")
-    return raw
 
 
 def _json(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def _entries(values: Mapping[str, Any]) -> bytes:
+def encode_entries(values: Mapping[str, Any]) -> bytes:
+    """As the manifest's tensors and files are written: JSON, one line for each."""
     if not values:
         return b"{}"
     return b"{\n" + b",\n".join(b"    " + _json(key) + b": " + _json(value) for key, value in values.items()) + b"\n  }"
@@ -160,13 +189,37 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
         version = _version_decoder.decode(raw).format_version
         if version != FORMAT_VERSION:
             raise UnsupportedFormat(path, version, FORMAT_VERSION)
-        manifest = _decoder.decode(raw)
+        manifest = _decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointDamaged(path, f"does not read as a manifest: {error}") from error
+    if problem := _scheduler_problem(manifest):
+        raise CheckpointDamaged(path, problem)
     for name in manifest.files:
         if not is_shard_name(name):
             raise CheckpointDamaged(path, f"files: {name!r} is not a shard's name")
     return manifest
+
+
+def _decode(raw: bytes) -> Manifest:
+    """As the decoder does it; but of checkpoints of one shape, which are many, the tensors are read once."""
+    begin = raw.find(_TENSORS_BEGIN) + len(_TENSORS_BEGIN)
+    end = raw.find(_TENSORS_END, begin)
+    if begin < len(_TENSORS_BEGIN) or end < 0:
+        return _decoder.decode(raw)  # not as `encode_manifest` writes it
+    manifest = _decoder.decode(b"".join((raw[:begin], raw[end:])))
+    return msgspec.structs.replace(manifest, tensors=_decode_tensors(raw[begin:end]))
+
+
+@lru_cache(maxsize=16)
+def _decode_tensors(entries: bytes) -> dict[str, TensorRecord]:
+    """Shared by those who ask for the same: nobody may change it."""
+    return _tensors_decoder.decode(b"{" + entries + b"}")
+
+
+def _scheduler_problem(manifest: Manifest) -> str | None:
+    if manifest.has_scheduler == (manifest.scheduler is not None):
+        return None
+    return f"has_scheduler is {str(manifest.has_scheduler).lower()}, and scheduler tells otherwise"
 
 
 def read_manifest(version_dir: Path, disk: Disk = LOCAL_DISK) -> Manifest:

@@ -8,19 +8,23 @@ from contextlib import suppress
 
 from trainer_cell.vault.errors import (
     AlreadyThere,
+    CheckpointDamaged,
     CheckpointExists,
+    NamePinned,
     NotReplaceable,
     NotThere,
     PublishUnknown,
     StorageFailed,
 )
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName, link_target
+from trainer_cell.vault.retention_record import read_record
 
 _ATTEMPTS = 3
 
 
 def check_name(vault: Vault, address: CheckpointAddress, overwrite: bool) -> None:
-    """Raises `CheckpointExists` when the public name is taken, `NotReplaceable` when by something not published."""
+    """Raises `CheckpointExists` when the public name is taken: `NotReplaceable` by something that was not published,
+    `NamePinned` by a checkpoint that is pinned."""
     try:
         found = vault.disk.stat(vault.public_path(address))
     except NotThere:
@@ -29,6 +33,18 @@ def check_name(vault: Vault, address: CheckpointAddress, overwrite: bool) -> Non
         raise NotReplaceable(address.uri)
     if not overwrite:
         raise CheckpointExists(address.uri)
+    pointed = pointed_version(vault, address)
+    if pointed is not None and read_record(vault, address.model_id, pointed).pinned:
+        raise NamePinned(address.uri)
+
+
+def pointed_version(vault: Vault, address: CheckpointAddress) -> VersionName | None:
+    """What a public name's link says, whether or not it is there; None for no link, or one that is not ours."""
+    try:
+        told = vault.resolve(address)
+    except CheckpointDamaged:
+        return None
+    return VersionName.parse(told.rpartition("/")[2]) if told else None
 
 
 def pointer_name(token: str) -> str:

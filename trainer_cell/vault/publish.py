@@ -21,6 +21,7 @@ from trainer_cell.vault.locks import epoch_lock_path
 from trainer_cell.vault.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from trainer_cell.vault.point import Pointer, check_name
 from trainer_cell.vault.staging import Staging, abandon, sweep_staging
+from trainer_cell.vault.tensor_index import TensorIndex
 from trainer_cell.vault.ulid import new_ulid
 
 __all__ = ["Staging", "abandon", "begin", "finish", "sweep_staging"]
@@ -59,8 +60,12 @@ def _newest(vault: Vault, model_id: str) -> str | None:
     return max((version.ulid for version in map(VersionName.parse, names) if version), default=None)
 
 
-def finish(vault: Vault, staging: Staging, manifest: Manifest, overwrite: bool) -> str:
+def finish(
+    vault: Vault, staging: Staging, manifest: Manifest, overwrite: bool, index: TensorIndex | None = None
+) -> str:
     """Steps 5 to 7, by one rank, once every shard is durable. The public name is the manifest's.
+
+    index: `manifest.tensors` is its `tensors`; without it the tensors are checked and encoded anew.
 
     Returns the version, relative to the root, once it is visible and durable. Raises `CheckpointExists`,
     `CheckpointDamaged` (the files are not those of the manifest) or `StorageFailed`, and then nothing has changed
@@ -68,7 +73,7 @@ def finish(vault: Vault, staging: Staging, manifest: Manifest, overwrite: bool) 
     """
     address = CheckpointAddress(manifest.model_id, manifest.kind, manifest.name)
     try:
-        _seal(vault, staging, manifest)
+        _seal(vault, staging, manifest, index)
         vault.make_durable(
             vault.model_dir(address.model_id), vault.versions_dir(address.model_id), vault.kind_dir(address)
         )
@@ -80,11 +85,12 @@ def finish(vault: Vault, staging: Staging, manifest: Manifest, overwrite: bool) 
         raise
 
 
-def _seal(vault: Vault, staging: Staging, manifest: Manifest) -> None:
+def _seal(vault: Vault, staging: Staging, manifest: Manifest, index: TensorIndex | None) -> None:
     """Step 5: what is in staging is what the manifest says, and is durable with it."""
-    for problem in (*directory_problems(staging.directory, manifest, vault.disk), *index_problems(manifest)):
+    of_index = index.problems(manifest) if index is not None else index_problems(manifest)
+    for problem in (*directory_problems(staging.directory, manifest, vault.disk), *of_index):
         raise CheckpointDamaged(staging.directory, problem)
-    raw = encode_manifest(manifest)
+    raw = encode_manifest(manifest, index.text if index is not None else None)
     path, disk = staging.directory / MANIFEST_NAME, vault.disk
     with disk.closing(disk.open_new(path), path) as descriptor:
         disk.write(descriptor, path, [memoryview(raw)], 0)

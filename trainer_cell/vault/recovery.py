@@ -6,6 +6,7 @@ from trainer_cell.vault.errors import CheckpointDamaged, CheckpointExists, NotTh
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName
 from trainer_cell.vault.manifest import Manifest, read_manifest
 from trainer_cell.vault.point import Pointer
+from trainer_cell.vault.retention_record import read_record
 from trainer_cell.vault.staging import discard
 from trainer_cell.vault.ulid import new_ulid
 from trainer_cell.vault.verify import verify_version
@@ -17,9 +18,9 @@ def settle_publish(
     """The version that command published under `address`, visible and durable now; None when there is none.
 
     A version that was frozen and not pointed to is pointed to if it verifies and the name has no later version, and
-    removed if the name has one, or is taken and not to be overwritten. One that does not verify is left where it is.
-    The caller knows that nobody publishes for this command any more. Raises `StorageFailed`, also when the disk does
-    not let the version be read: whether it is good is then unknown.
+    removed if the name has one, or is taken and not to be overwritten. One that does not verify is left where it is,
+    and so is one that was deleted meanwhile. The caller knows that nobody publishes for this command any more.
+    Raises `StorageFailed`, also when the disk does not let the version be read: whether it is good is then unknown.
     """
     try:
         lock = vault.lock_model(address.model_id)
@@ -30,6 +31,8 @@ def settle_publish(
         if found is None:
             return None
         version, manifest = found
+        if read_record(vault, address.model_id, version).doomed is not None:
+            return None
         told = vault.version(address.model_id, version)
         if verify_version(vault.version_dir(told), disk=vault.disk, unreadable_is_wrong=False):
             return None

@@ -1,47 +1,48 @@
-"""One rank's file of a checkpoint: a valid safetensors file, written once, digested while it is in cache, fsynced."""
+"""One rank's file of a checkpoint, written once from its image in memory, digested on the way, fsynced.
+
+What is to be written lies in one run of memory already. So nothing is copied: where the file system takes unbuffered
+writes, the disk fetches the pages itself while this process digests others, and the page cache is left to whoever
+needs it. All long calls (write, fsync, digest) leave the interpreter to other threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import errno
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from functools import partial
+from pathlib import Path
+from threading import Lock
 
 import msgspec
 import xxhash
 
+from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import StorageFailed
-from trainer_cell.vault.manifest import (
-    CHUNK_SIZE,
-    ITEM_BYTES,
-    FileRecord,
-    PieceRecord,
-    TensorDType,
-    TensorRecord,
-    digest_of_chunks,
-    is_shard_name,
+from trainer_cell.vault.manifest import CHUNK_SIZE, FileRecord, TensorRecord, digest_of_chunks
+from trainer_cell.vault.shard_layout import (
+    PieceSpec,
+    ShardLayout,
+    image_memory,
+    is_worth_direct,
+    lay_out,
+    merge_index,
+    whole_pages,
 )
+from trainer_cell.vault.side_by_side import Task, run_side_by_side
 from trainer_cell.vault.staging import Staging
 
-_ALIGNMENT = 8
-_LENGTH_BYTES = 8
+__all__ = ["PieceSpec", "ShardLayout", "TensorPiece", "WrittenShard", "image_memory", "lay_out", "merge_index"]
+__all__ += ["write_image", "write_shard"]
+
+OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class TensorPiece:
-    """What one rank holds of one tensor.
+class TensorPiece(PieceSpec):
+    """data: little-endian, C order, `prod(shape)` elements."""
 
-    shape: of this piece, global_shape: of the whole; axis: the dimension the tensor is cut along, None when this is
-    the whole of it; offset: where on it the piece starts. data: little-endian, C order, `prod(shape)` elements.
-    """
-
-    key: str
-    dtype: TensorDType
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    axis: int | None
-    offset: int
     data: memoryview | bytes | bytearray
 
 
@@ -58,116 +59,108 @@ class WrittenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {key: (tensor.pieces[0].begin, tensor.pieces[0].end) for key, tensor in self.index.items()}
 
 
-def merge_index(shards: Iterable[WrittenShard]) -> dict[str, TensorRecord]:
-    """The tensor index of a checkpoint from those of its shards, keys sorted, pieces in order of their offsets.
-
-    Raises `ValueError` when shards disagree about a tensor.
-    """
-    merged: dict[str, TensorRecord] = {}
-    for shard in shards:
-        for key, tensor in shard.index.items():
-            known = merged.setdefault(key, msgspec.structs.replace(tensor, pieces=()))
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                raise ValueError(f"shards disagree about the dtype or shape of {key}")
-            pieces = sorted((*known.pieces, *tensor.pieces), key=lambda piece: piece.offset)
-            merged[key] = msgspec.structs.replace(known, pieces=tuple(pieces))
-    return dict(sorted(merged.items()))
-
-
 def write_shard(
-    staging: Staging,
-    file_name: str,
-    pieces: Sequence[TensorPiece],
-    on_bytes: Callable[[int], None] | None = None,
+    staging: Staging, file_name: str, pieces: Sequence[TensorPiece], on_bytes: OnBytes | None = None
 ) -> WrittenShard:
-    """Write the pieces to a new file of the staging directory; it is durable when this returns.
+    """`write_image` for pieces that lie anywhere: they are copied together first. Raises what that raises, and
+    `ValueError` for pieces that contradict themselves."""
+    views = {piece.key: _checked(piece) for piece in pieces}
+    layout = lay_out(file_name, pieces)
+    image = image_memory(layout.size)
+    image[: len(layout.header)] = layout.header
+    for key, tensor in layout.index.items():
+        image[tensor.pieces[0].begin : tensor.pieces[0].end] = views[key]
+    return WrittenShard(file_name, write_image(staging, layout, image, on_bytes), dict(layout.index))
 
-    on_bytes: told the number of bytes of each write. Raises `StorageFailed`, and then removes the file: a file whose
-    fsync failed is of no use any more, a retry takes another name.
+
+def _checked(piece: TensorPiece) -> memoryview:
+    view = memoryview(piece.data).cast("B")
+    if view.nbytes != piece.num_bytes:
+        raise ValueError(f"{piece.key}: {view.nbytes} bytes are not {piece.dtype} {piece.shape}")
+    return view
+
+
+def write_image(
+    staging: Staging, layout: ShardLayout, image: memoryview, on_bytes: OnBytes | None = None
+) -> FileRecord:
+    """Write a new file of the staging directory; it is durable when this returns.
+
+    image: the bytes of the whole file, header and tensors in their places, then anything up to `layout.image_bytes`;
+    memory that begins at a page is written without the page cache. It must not change before this returns.
+    on_bytes: told the number of bytes of each write; the call may come from another thread, never from two at once.
+    Raises `StorageFailed`, and then removes the file: a file whose fsync failed is of no use any more, a retry takes
+    another name.
     """
-    if not is_shard_name(file_name):
-        raise ValueError(f"{file_name!r} is not a shard's name")
-    # Wide elements first keeps every tensor aligned to its own element.
-    ordered = sorted(pieces, key=lambda piece: -ITEM_BYTES[piece.dtype])
-    views = [_checked(piece) for piece in ordered]
-    header = encode_header([(piece.key, piece.dtype, piece.shape) for piece in ordered])
-    size = len(header) + sum(view.nbytes for view in views)
-    path, disk = staging.directory / file_name, staging.disk
+    if image.nbytes < layout.image_bytes:
+        raise ValueError(f"the image of {layout.file} is {image.nbytes} bytes, not {layout.image_bytes}")
+    path, disk = staging.directory / layout.file, staging.disk
     descriptor = disk.open_new(path)
     try:
         with disk.closing(descriptor, path):
-            disk.allocate(descriptor, path, size)
-            digests = []
-            offset = 0
-            for chunk in _chunks([memoryview(header), *views]):
-                digests.append(_digest(chunk))
-                disk.write(descriptor, path, chunk, offset)
-                count = sum(view.nbytes for view in chunk)
-                offset += count
-                if on_bytes:
-                    on_bytes(count)
+            writing = _Writing(disk, descriptor, path, layout.size, image.cast("B"), on_bytes or _tell_nobody)
+            writing.run()
             disk.fsync(descriptor, path)
     except StorageFailed:
         with suppress(StorageFailed):
             disk.unlink(path)
         raise
-    record = FileRecord(size, CHUNK_SIZE, digest_of_chunks(tuple(digests)), tuple(digests))
-    return WrittenShard(file_name, record, _index(file_name, ordered, len(header)))
+    digests = writing.digests()
+    return FileRecord(layout.size, CHUNK_SIZE, digest_of_chunks(digests), digests)
 
 
-def _checked(piece: TensorPiece) -> memoryview:
-    view = memoryview(piece.data).cast("B")
-    if view.nbytes != prod(piece.shape) * ITEM_BYTES[piece.dtype]:
-        raise ValueError(f"{piece.key}: {view.nbytes} bytes are not {piece.dtype} {piece.shape}")
-    return view
+def _tell_nobody(_count: int) -> None:
+    pass
 
 
-def _chunks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut the bytes of `views`, taken as one run, every `CHUNK_SIZE` bytes."""
-    chunk: list[memoryview] = []
-    room = CHUNK_SIZE
-    for view in views:
-        while view.nbytes:
-            part, view = view[:room], view[room:]
-            chunk.append(part)
-            room -= part.nbytes
-            if room == 0:
-                yield chunk
-                chunk, room = [], CHUNK_SIZE
-    if chunk:
-        yield chunk
+class _Writing:
+    """The bytes of one file on their way, a chunk at a time: to the disk, and through the digest."""
 
+    def __init__(
+        self, disk: Disk, descriptor: int, path: Path, size: int, image: memoryview, on_bytes: OnBytes
+    ) -> None:
+        self._disk, self._descriptor, self._path = disk, descriptor, path
+        self._size, self._image = size, image
+        self._is_direct = False
+        self._on_bytes, self._telling = on_bytes, Lock()
+        self._digests: dict[int, str] = {}
 
-def _digest(chunk: Sequence[memoryview]) -> str:
-    digest = xxhash.xxh3_128()
-    for view in chunk:
-        digest.update(view)
-    return digest.hexdigest()
+    def run(self) -> None:
+        """Reserve, write and digest the whole file; raises the first error of either thread, once both are done."""
+        end = self._size
+        if is_worth_direct(self._size, CHUNK_SIZE):
+            self._is_direct = self._disk.set_direct(self._descriptor, self._path, True)
+            end = whole_pages(end) if self._is_direct else end
+        self._disk.allocate(self._descriptor, self._path, end)
+        run_side_by_side(self._tasks(), "shard writer")
+        if end != self._size:
+            self._disk.truncate(self._descriptor, self._path, self._size)
 
+    def digests(self) -> tuple[str, ...]:
+        return tuple(digest for _, digest in sorted(self._digests.items()))
 
-def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a safetensors file whose tensors (key, dtype, shape) follow in this order, without gaps.
+    def _tasks(self) -> Iterator[Task]:
+        for begin in range(0, self._size, CHUNK_SIZE):
+            end = min(begin + CHUNK_SIZE, self._size)
+            yield partial(self._write, begin, end)
+            yield partial(self._digest, begin, end)
 
-    Raises `ValueError` for a key that comes twice.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for key, dtype, shape in tensors:
-        end = offset + prod(shape) * ITEM_BYTES[dtype]
-        if key in entries:
-            raise ValueError(f"{key} comes twice in one file")
-        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
-        offset = end
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    def _digest(self, begin: int, end: int) -> None:
+        self._digests[begin] = xxhash.xxh3_128_hexdigest(self._image[begin:end])
 
+    def _write(self, begin: int, end: int) -> None:
+        if not (self._is_direct and self._write_direct(begin, end)):
+            self._disk.write(self._descriptor, self._path, [self._image[begin:end]], begin)
+        with self._telling:
+            self._on_bytes(end - begin)
 
-def _index(file_name: str, pieces: Sequence[TensorPiece], begin: int) -> dict[str, TensorRecord]:
-    index = {}
-    for piece in pieces:
-        end = begin + prod(piece.shape) * ITEM_BYTES[piece.dtype]
-        record = PieceRecord(file_name, piece.axis, piece.offset, piece.shape, begin, end)
-        index[piece.key] = TensorRecord(piece.dtype, piece.global_shape, (record,))
-        begin = end
-    return index
+    def _write_direct(self, begin: int, end: int) -> bool:
+        """False when the file system does not take this memory unbuffered; then it is asked no more."""
+        try:
+            self._disk.write(self._descriptor, self._path, [self._image[begin : whole_pages(end)]], begin)
+        except StorageFailed as failure:
+            if failure.errno != errno.EINVAL:
+                raise
+            self._is_direct = False
+            self._disk.set_direct(self._descriptor, self._path, False)
+            return False
+        return True

@@ -49,13 +49,20 @@ def abandon(staging: Staging) -> None:
 
 def discard(vault: Vault, path: Path) -> None:
     """Take a directory out of sight, durably, then remove it; a crash between leaves it to the sweep."""
-    doomed = vault.staging_root / f"{_DELETED}.{new_ulid()}"
+    aside = set_aside(vault, path)
+    if aside is not None:
+        vault.disk.remove_tree(aside)
+
+
+def set_aside(vault: Vault, path: Path) -> Path | None:
+    """Take a directory out of sight, durably; where it is now, for `Disk.remove_tree` or the next sweep."""
+    aside = vault.staging_root / f"{_DELETED}.{new_ulid()}"
     try:
-        vault.disk.rename(path, doomed)
+        vault.disk.rename(path, aside)
     except NotThere:
-        return
+        return None
     vault.disk.fsync_directory(path.parent)
-    vault.disk.remove_tree(doomed)
+    return aside
 
 
 def sweep_staging(vault: Vault) -> list[str]:

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from trainer_cell.vault.cover import directory_problems, fits, index_problems
 from trainer_cell.vault.disk import LOCAL_DISK, Disk
-from trainer_cell.vault.errors import CheckpointDamaged, NotThere, TensorsDisagree, UnsupportedFormat, VaultError
-from trainer_cell.vault.manifest import ITEM_BYTES, FileRecord, Manifest, PieceRecord, TensorDType, read_manifest
-from trainer_cell.vault.region import Region, copy_overlap
+from trainer_cell.vault.errors import CheckpointDamaged, TensorsDisagree, UnsupportedFormat, VaultError
+from trainer_cell.vault.manifest import (
+    FileRecord,
+    Manifest,
+    PieceRecord,
+    TensorDType,
+    TensorRecord,
+    read_manifest,
+)
+from trainer_cell.vault.read_plan import ReadPlan, Wanted, plan_read
+from trainer_cell.vault.shard_chunks import read_chunks
+from trainer_cell.vault.shard_layout import image_memory, whole_pages
+
+__all__ = ["TensorReader", "Wanted", "read_tensors", "verify_version"]
 
 _MOST_PROBLEMS_TOLD = 20
 _WRONG = (CheckpointDamaged, UnsupportedFormat)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The part of a tensor a reader holds: `shape` from `offset` on along `axis`, the whole when `axis` is None.
-
-    global_shape, dtype: what the whole tensor must be, where the reader knows.
-    """
-
-    axis: int | None
-    offset: int
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...] | None = None
-    dtype: TensorDType | None = None
 
 
 class _HeaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +63,7 @@ def _shard_problems(
 ) -> Iterator[str]:
     record = manifest.files[path.name]
     try:
-        _read_shard(path, record, [(0, record.size, None)], disk)
+        read_chunks(path, record, range(len(record.chunk_digests)), None, disk)
         if _read_header(path, record, disk) != _expected_header(path.name, manifest):
             yield f"file {path.name}: the safetensors header does not agree with the manifest"
     except told as error:
@@ -109,49 +102,64 @@ def _pieces_in(name: str, manifest: Manifest) -> list[tuple[PieceRecord, str, Te
     ]
 
 
+class TensorReader:
+    """Reads the same tensors, or parts of them, of one checkpoint or of many.
+
+    The checkpoint's tensors must be exactly those of `wanted` and, where it has them, of `ignored`, which are not read.
+    """
+
+    def __init__(self, wanted: Mapping[str, Wanted], ignored: Collection[str] = ()) -> None:
+        self._wanted, self._ignored = dict(wanted), frozenset(ignored)
+        # For the shape of the last checkpoint: its tensors, its files' sizes, and the plan.
+        self._last: tuple[Mapping[str, TensorRecord], dict[str, tuple[int, int]], ReadPlan] | None = None
+
+    def read(
+        self,
+        version_dir: Path,
+        manifest: Manifest,
+        disk: Disk = LOCAL_DISK,
+        allocate: Callable[[int], memoryview] = image_memory,
+    ) -> tuple[memoryview, Mapping[str, tuple[int, int]]]:
+        """Memory, and where in it (begin, end) each wanted part is: C order over `Wanted.shape`, aligned to its
+        element, every byte read verified. Parts lie there in the order of the files as far as may be; of checkpoints
+        of one shape the places are the same object.
+
+        allocate: as `image_memory`. Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or
+        `StorageFailed`.
+        """
+        for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
+            raise CheckpointDamaged(version_dir, problem)
+        plan = self._plan(version_dir, manifest)
+        memory = allocate(plan.num_bytes)
+        for name, (chunks, begin) in plan.files.items():
+            record = manifest.files[name]
+            read_chunks(version_dir / name, record, chunks, memory[begin : begin + whole_pages(record.size)], disk)
+        plan.assemble(memory)
+        return memory, plan.places
+
+    def _plan(self, version_dir: Path, manifest: Manifest) -> ReadPlan:
+        sizes = {name: (record.size, record.chunk_size) for name, record in manifest.files.items()}
+        if self._last is not None:
+            tensors, known, plan = self._last
+            # One object stands for many checkpoints of a shape: `read_manifest` sees to that.
+            if tensors is manifest.tensors and known == sizes:
+                return plan
+        _check_wanted(version_dir, manifest, self._wanted, self._ignored)
+        plan = plan_read(manifest, self._wanted)
+        self._last = (manifest.tensors, sizes, plan)
+        return plan
+
+
 def read_tensors(
     version_dir: Path,
     manifest: Manifest,
     wanted: Mapping[str, Wanted],
     ignored: Collection[str] = (),
     disk: Disk = LOCAL_DISK,
-) -> dict[str, bytearray]:
-    """The wanted part of each tensor, C order over `Wanted.shape`, every byte read verified.
-
-    The checkpoint's tensors must be exactly those of `wanted` and, where it has them, of `ignored`, which are not
-    read. Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or `StorageFailed`.
-    """
-    for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
-        raise CheckpointDamaged(version_dir, problem)
-    _check_wanted(version_dir, manifest, wanted, ignored)
-    buffers = {key: bytearray(_num_bytes(manifest, key, part.shape)) for key, part in wanted.items()}
-    targets: dict[str, list[tuple[int, int, memoryview | None]]] = defaultdict(list)
-    # Pieces that are not just what the reader holds are read aside, whole, for their digests need every byte.
-    aside: list[tuple[str, Region, memoryview]] = []
-    for key, part in wanted.items():
-        region = Region.cut(part.shape, part.axis, part.offset)
-        for piece in manifest.tensors[key].pieces:
-            held = Region.cut(piece.shape, piece.axis, piece.offset)
-            if held == region:
-                memory = memoryview(buffers[key])
-            elif held.overlaps(region):
-                memory = memoryview(bytearray(piece.end - piece.begin))
-                aside.append((key, held, memory))
-            else:
-                continue
-            targets[piece.file].append((piece.begin, piece.end, memory))
-    for name, of_file in targets.items():
-        header = (0, min(piece.begin for piece, _, _ in _pieces_in(name, manifest)), None)
-        _read_shard(version_dir / name, manifest.files[name], [header, *of_file], disk)
-    for key, held, memory in aside:
-        part = wanted[key]
-        region = Region.cut(part.shape, part.axis, part.offset)
-        copy_overlap(memory, held, memoryview(buffers[key]), region, ITEM_BYTES[manifest.tensors[key].dtype])
-    return buffers
-
-
-def _num_bytes(manifest: Manifest, key: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * ITEM_BYTES[manifest.tensors[key].dtype]
+) -> dict[str, memoryview]:
+    """The wanted part of each tensor, as a `TensorReader` reads them."""
+    memory, places = TensorReader(wanted, ignored).read(version_dir, manifest, disk)
+    return {key: memory[begin:end] for key, (begin, end) in places.items()}
 
 
 def _check_wanted(
@@ -186,52 +194,3 @@ def _part_problems(manifest: Manifest, key: str, part: Wanted) -> Iterator[str]:
         and 0 <= part.offset <= stored.shape[part.axis] - part.shape[part.axis]
     ):
         yield f"of shape {list(stored.shape)} has no part {list(part.shape)} at {part.offset} on axis {part.axis}"
-
-
-def _read_shard(
-    path: Path, record: FileRecord, targets: Sequence[tuple[int, int, memoryview | None]], disk: Disk
-) -> None:
-    """Fill the targets (begin and end in the file, memory or None to verify only), reading whole chunks that each
-    match their digest. Chunks that hold nothing of a target are not read.
-
-    Raises `CheckpointDamaged` or `StorageFailed`.
-    """
-    spare = memoryview(bytearray(min(record.chunk_size, record.size)))
-    left = sorted((target for target in targets if target[0] < target[1]), key=lambda target: target[0])
-    try:
-        descriptor = disk.open_read(path)
-    except NotThere as error:
-        raise CheckpointDamaged(path, "is missing") from error
-    with disk.closing(descriptor, path):
-        for index, expected in enumerate(record.chunk_digests):
-            begin = index * record.chunk_size
-            end = min(begin + record.chunk_size, record.size)
-            while left and left[0][1] <= begin:
-                left.pop(0)
-            if not left or left[0][0] >= end:
-                continue
-            views = list(_views(left, begin, end, spare))
-            if disk.read(descriptor, path, views, begin) != end - begin:
-                raise CheckpointDamaged(path, "is truncated")
-            digest = xxhash.xxh3_128()
-            for view in views:
-                digest.update(view)
-            if digest.hexdigest() != expected:
-                raise CheckpointDamaged(path, f"bytes {begin} to {end} do not match their digest")
-
-
-def _views(
-    targets: Sequence[tuple[int, int, memoryview | None]], begin: int, end: int, spare: memoryview
-) -> Iterator[memoryview]:
-    """Memory for the bytes from `begin` to `end`, in order: the targets', and between them parts of `spare`."""
-    position = begin
-    for first, last, memory in targets:
-        if first >= end:
-            break
-        start, stop = max(first, begin), min(last, end)
-        if position < start:
-            yield spare[position - begin : start - begin]
-        yield spare[start - begin : stop - begin] if memory is None else memory[start - first : stop - first]
-        position = stop
-    if position < end:
-        yield spare[position - begin : end - begin]

@@ -17,10 +17,15 @@ from gateway.http.limits import Limits
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.sweeper import Sweeper
 from tests.fakes.fake_cell import FakeCell
 from tests.gateway.http.listening import Listening, listening
+from trainer_cell.vault.collect import Collector
 from trainer_cell.vault.layout import Vault
+from trainer_cell.vault.retention import Rules
+from trainer_cell.vault.startup import recover
 
 ALICE = "tml-alice"
 BOB = "tml-bob"
@@ -119,14 +124,27 @@ class RunningGateway:
 
 @contextmanager
 def running_gateway(
-    directory: Path, limits: Limits = QUICK, cell: bool = True, port: int = 0
+    directory: Path,
+    limits: Limits = QUICK,
+    cell: bool = True,
+    port: int = 0,
+    quota_bytes: int | None = None,
+    rules: Rules | None = None,
+    sweep_interval_s: float = 3600,
+    imports: Callable[[Scheduler], Imports] | None = None,
 ) -> Iterator[RunningGateway]:
-    """With a cell attached, unless told otherwise."""
+    """With a cell attached, unless told otherwise, and without imports. rules: recovers the root and sweeps, as a
+    service does."""
     vault = Vault(directory / "checkpoints")
     vault.create()
     socket_path = directory / "run" / "cell.sock"
-    scheduler = Scheduler(CellLink(socket_path), Catalog(vault, tenant_digester(b"secret")))
-    app = create_app(scheduler, KEYS, limits)
+    catalog = Catalog(vault, tenant_digester(b"secret"), quota_bytes)
+    scheduler = Scheduler(CellLink(socket_path), catalog)
+    sweeper = None
+    if rules is not None:
+        collector = Collector(vault, rules, catalog.inventory)
+        sweeper = Sweeper(vault, collector, sweep_interval_s, recover(vault), least_pause_s=0.02)
+    app = create_app(scheduler, KEYS, limits, sweeper, imports(scheduler) if imports else None)
     with listening(app, lambda config: Server(config, app), port) as where:
         running = RunningGateway(app, scheduler, where, socket_path, vault.root)
         try:

@@ -158,6 +158,12 @@ def test_a_session_is_warned_while_the_cell_restores_no_optimizer(directory: Pat
         assert (loaded["optimizer_restored"], loaded["reason"]) == (False, "no_load_optim")
 
 
+def test_a_session_is_told_what_concerns_its_tenant_alone(gateway: RunningGateway) -> None:
+    gateway.scheduler.warnings["alice"] = "startup:train:0 has a fresh optimizer"
+    told = [client.call("create_session", tags=[], sdk_version="0.38.0") for client in (gateway.alice, gateway.bob)]
+    assert [made["warning_message"] for made in told] == ["startup:train:0 has a fresh optimizer", None]
+
+
 def test_the_start_of_every_sdk_is_answered(gateway: RunningGateway) -> None:
     alice = gateway.alice
     config = alice.call("client/config", sdk_version="0.38.0")

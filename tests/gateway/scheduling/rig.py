@@ -61,6 +61,12 @@ class Rig:
         await succeeded(future)
         return future.model_id
 
+    async def captured(self, saving: Future) -> None:
+        """Until the ranks are free of a save: another model has had its turn since."""
+        while saving.state != "writing":
+            await self.model()
+        await self.model()
+
     def version_dir(self, saved: Success | None) -> Path:
         return self.vault.version_dir(saved.version)  # type: ignore[union-attr]
 

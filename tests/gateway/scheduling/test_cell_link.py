@@ -15,14 +15,21 @@ import pytest
 from gateway.scheduling.cell_link import CellLink, CellLost, SocketDirectoryOpen
 from tests.fakes.fake_cell import BASE, FakeCell
 from tests.gateway.scheduling.rig import reached, within
-from trainer_cell.protocol.commands import AdapterSpec, CreateModel, FreeModel, SaveState, decode_command
+from trainer_cell.protocol.commands import (
+    PROTOCOL_VERSION,
+    AdapterSpec,
+    CreateModel,
+    FreeModel,
+    SaveState,
+    decode_command,
+)
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.framing import MAX_FRAME_BYTES, read_frame, write_frame
 from trainer_cell.protocol.outcomes import Hello, Layout, ModelFreed, Progress, encode_said
 from trainer_cell.vault.layout import Vault
 
 ADAPTER = AdapterSpec(4, 32.0, True, True, True)
-HELLO = Hello(1, "epoch", Layout(1, 1, 1, 1), BASE, "fp32", True, False, False, 8, 64, ())
+HELLO = Hello(PROTOCOL_VERSION, "epoch", Layout(1, 1, 1, 1), BASE, "fp32", True, False, False, 8, 64, ())
 
 
 @contextmanager
@@ -96,7 +103,7 @@ async def test_a_second_cell_is_refused_while_one_is_attached(link: CellLink, tm
 
 
 async def test_another_protocol_is_refused(link: CellLink, tmp_path: Path) -> None:
-    with FakeCell(link.socket_path, tmp_path, protocol_version=2) as cell:
+    with FakeCell(link.socket_path, tmp_path, protocol_version=PROTOCOL_VERSION + 1) as cell:
         assert await asyncio.to_thread(cell.hello_was_refused.wait, 20)
         assert link.hello is None
 
@@ -185,7 +192,8 @@ async def test_progress_is_told_while_a_save_runs(link: CellLink, tmp_path: Path
         await within(link.ready.wait())
         await link.execute(CreateModel("one", "model", ADAPTER, 0))
         command = SaveState("two", "model", "n", "weights", False, True, "digest", "2026-01-01T00:00:00Z", None, {})
-        await link.execute(command, said.append)
+        flight = await link.capture(command, said.append)
+        await flight.outcome()
         assert [(progress.command_id, progress.phase) for progress in said] == [
             ("two", "capturing"),
             ("two", "writing"),

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from trainer_cell.checkpoint.plan import Piece, make_plan
+from trainer_cell.checkpoint.plan import Piece, Table, make_plan
 from trainer_cell.training.adapter import Sharding
 
 WHOLE = Sharding((4, 8), None, 0, (4, 8))
+TENSORS: Table = {f"tensor{number}": (WHOLE, 32 * number) for number in range(10)}
 
 
 def written(pieces: tuple[Piece, ...]) -> int:
@@ -11,8 +12,7 @@ def written(pieces: tuple[Piece, ...]) -> int:
 
 
 def test_copies_are_written_once_and_spread_over_those_who_hold_them() -> None:
-    tables = [{f"tensor{number}": WHOLE for number in range(10)}] * 4
-    plan = make_plan(list(tables), ("weight",), "fp32")
+    plan = make_plan([TENSORS] * 4, ("weight",), "fp32")
     keys = [piece.key for of_rank in plan.pieces for piece in of_rank]
     assert sorted(keys) == sorted(f"tensor{number}/weight" for number in range(10))
     assert max(map(written, plan.pieces)) - min(map(written, plan.pieces)) <= 4 * 8 * 4
@@ -20,10 +20,33 @@ def test_copies_are_written_once_and_spread_over_those_who_hold_them() -> None:
 
 def test_every_piece_of_a_cut_tensor_is_written_and_an_empty_one_is_not() -> None:
     cut = [Sharding((5, 8), 0, offset, (size, 8)) for offset, size in ((0, 3), (3, 2), (5, 0))]
-    plan = make_plan([{"tensor": sharding} for sharding in cut], ("weight", "exp_avg"), "bf16")
+    plan = make_plan([{"tensor": (sharding, 0)} for sharding in cut], ("weight", "exp_avg"), "bf16")
     assert [[piece.sharding.local_shape for piece in of_rank] for of_rank in plan.pieces] == [
         [(3, 8), (3, 8)],
         [(2, 8), (2, 8)],
         [],
     ]
-    assert plan.num_bytes == 5 * 8 * (2 + 4)
+    assert plan.layouts[2] is None
+    assert plan.runs[2] == ()
+    assert plan.num_bytes == sum(layout.size for layout in plan.layouts if layout is not None)
+
+
+def test_what_lies_side_by_side_is_captured_in_one_copy_for_each_part() -> None:
+    (runs,) = make_plan([TENSORS], ("weight", "master", "exp_avg"), "bf16").runs
+    assert [(run.part, run.source, run.numel) for run in runs] == [
+        *((part, 0, 320) for part in ("master", "exp_avg")),
+        ("weight", 0, 320),
+    ]
+
+
+def test_a_gap_between_two_tensors_is_not_captured() -> None:
+    gapped: Table = {"a": (WHOLE, 0), "b": (WHOLE, 48)}
+    (runs,) = make_plan([gapped], ("weight",), "fp32").runs
+    assert [(run.source, run.numel) for run in runs] == [(0, 32), (48, 32)]
+    assert runs[1].target - runs[0].target == 32 * 4
+
+
+def test_each_of_several_holders_captures_one_run_of_a_part() -> None:
+    first, second = make_plan([TENSORS] * 2, ("weight", "exp_avg"), "fp32").runs
+    assert [(run.part, run.numel) for run in first] == [("weight", 320)]
+    assert [(run.part, run.numel) for run in second] == [("exp_avg", 320)]

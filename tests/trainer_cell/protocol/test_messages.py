@@ -16,6 +16,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 
 ADAPTER = c.AdapterSpec(rank=8, alpha=32.0, train_attn=True, train_mlp=False, train_unembed=True)
 ADAM = c.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=1.0)
+SCHEDULE = c.LrSchedule(1e-3, 0.0, 1, 9, "WSD", 0.0, 4, "minus_sqrt", 0.0, 0.1, 5, "linear")
 DATUM = c.Datum(
     tokens=b"\x01\0\0\0\x02\0\0\0",
     inputs={"target_tokens": c.Array("int64", (2,), bytes(16)), "weights": c.Array("float32", (2,), bytes(8))},
@@ -24,10 +25,10 @@ BASE = o.BaseModel("cellgate/tiny", ("tiny",), "ab" * 16, None, 512, 2048)
 LAYOUT = o.Layout(world=2, tensor=1, pipeline=1, data=2)
 
 COMMANDS: list[c.Command] = [
-    c.CreateModel("1", "s:train:0", ADAPTER, 7),
+    c.CreateModel("1", "s:train:0", ADAPTER, 7, SCHEDULE),
     c.FreeModel("1", "s:train:0"),
     c.ForwardBackward("1", "s:train:0", (DATUM,), "cross_entropy", {"x": 1.5, "y": "z"}, False),
-    c.OptimStep("1", "s:train:0", ADAM),
+    c.OptimStep("1", "s:train:0", ADAM, ("learning_rate", "weight_decay")),
     c.DiscardGradients("1", "s:train:0"),
     c.SaveState("1", "s:train:0", "n", "weights", False, True, "t", "2026-01-01T00:00:00Z", None, {"k": "v"}),
     c.LoadState("1", "s:train:0", "s~train~0/.versions/weights.n.0", ADAPTER, True),

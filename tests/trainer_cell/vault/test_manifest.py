@@ -63,7 +63,7 @@ def test_the_text_is_the_one_of_format_version_1() -> None:
 
 def test_the_text_is_json_for_anybody() -> None:
     fields = json.loads(encode_manifest(example()))
-    assert list(fields) == list(Manifest.__struct_fields__)
+    assert list(fields) == [field for field in Manifest.__struct_fields__ if field != "scheduler"]
     assert fields["user_metadata"] == {"note": 'quotes " and ünïcode'}
 
 
@@ -91,7 +91,28 @@ def test_a_wrong_field_is_named(change: dict[str, Any], named: str) -> None:
         decode_manifest(signed({**fields_of(example()), **change}), PATH)
 
 
-@pytest.mark.parametrize("missing", [field for field in Manifest.__struct_fields__[:-1]])
+def test_a_scheduler_is_kept_to_the_last_bit_and_is_not_in_the_text_where_there_is_none() -> None:
+    """So that manifests from before there were any read as they did."""
+    state: dict[str, float | int | str | bool] = {"max_lr": 0.1 + 0.2, "num_steps": 3, "lr_decay_style": "linear"}
+    with_one = msgspec.structs.replace(example(), has_scheduler=True, scheduler=state)
+    assert decode_manifest(encode_manifest(with_one), PATH).scheduler == state
+    assert b'"scheduler"' not in encode_manifest(example())
+    assert decode_manifest(encode_manifest(example()), PATH).scheduler is None
+
+
+@pytest.mark.parametrize(("has", "state"), [(True, None), (False, {"num_steps": 3})])
+def test_a_scheduler_is_there_exactly_when_the_manifest_says_so(has: bool, state: dict[str, Any] | None) -> None:
+    fields = {**fields_of(example()), "has_scheduler": has, "scheduler": state}
+    with pytest.raises(CheckpointDamaged, match="has_scheduler"):
+        decode_manifest(signed(fields), PATH)
+    with pytest.raises(ValueError, match="has_scheduler"):
+        encode_manifest(msgspec.structs.replace(example(), has_scheduler=has, scheduler=state))
+
+
+REQUIRED = [field for field in Manifest.__struct_fields__[:-1] if field != "scheduler"]
+
+
+@pytest.mark.parametrize("missing", REQUIRED)
 def test_a_missing_field_is_named(missing: str) -> None:
     fields = fields_of(example())
     del fields[missing]

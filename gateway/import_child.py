@@ -1,0 +1,67 @@
+"""One import of the REST face, in a process of its own: torch is never in the gateway's, nor is a stranger's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from gateway.child_process import ChildProcess
+from gateway.format_commands import formats_command, formats_environment
+from gateway.scheduling.requests import ImportRequest
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+from trainer_cell.protocol.outcomes import StateSaved
+
+
+class _Imported(msgspec.Struct, frozen=True):
+    version: str
+    step: int
+    iteration: int
+    has_optimizer: bool
+    size_bytes: int
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    kind: ErrorKind
+    message: str
+
+
+class ImportChild:
+    """root: of the checkpoints; base_model: what imports sit on, prepared in `cache`; tenant_digest: of a tenant."""
+
+    def __init__(self, root: Path, base_model: str, cache: Path, tenant_digest: Callable[[str], str]) -> None:
+        self._root = root
+        self._base_model = base_model
+        self._cache = cache
+        self._tenant_digest = tenant_digest
+
+    async def run(self, tenant: str, model_id: str, request: ImportRequest) -> StateSaved | CommandFailed:
+        """Pickles are never trusted here. When this is cancelled the process is killed."""
+        child = ChildProcess("import", self._command(tenant, model_id, request), formats_environment())
+        try:
+            status = await child.wait()
+        finally:
+            child.kill()
+        return _outcome(child.last_line, status)
+
+    def _command(self, tenant: str, model_id: str, request: ImportRequest) -> list[str]:
+        arguments = ["import", request.path, "--within", request.within, "--json"]
+        arguments += ["--model-id", model_id, "--name", request.name, "--base-model", self._base_model]
+        arguments += ["--tenant-digest", self._tenant_digest(tenant)]
+        arguments += ["--checkpoints", str(self._root), "--cache", str(self._cache)]
+        arguments += ["--format", request.format] if request.format else []
+        arguments += ["--alpha", str(request.alpha)] if request.alpha is not None else []
+        arguments += ["--weights-only"] * (not request.load_optimizer) + ["--overwrite"] * request.overwrite
+        return formats_command(*arguments)
+
+
+def _outcome(last_line: str, status: int) -> StateSaved | CommandFailed:
+    try:
+        if status == 0:
+            done = msgspec.json.decode(last_line, type=_Imported)
+            return StateSaved("", done.version, done.step, done.iteration, done.has_optimizer, done.size_bytes)
+        refused = msgspec.json.decode(last_line, type=_Refused)
+        return CommandFailed(refused.kind, refused.message)
+    except msgspec.DecodeError:
+        return CommandFailed(ErrorKind.RANK_FAILED, f"the import's process ended with status {status}; see the log")

@@ -1,0 +1,110 @@
+"""Imports that clients ask for: from directories the operator allows, one at a time, in the order they came.
+
+They change no model: a checkpoint comes to be, of a model id of its own, and is loaded as any other is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gateway.scheduling.admission import fingerprinted
+from gateway.scheduling.errors import ImportNotAllowed, QueueFull, Stopping
+from gateway.scheduling.futures import Future, FutureBook
+from gateway.scheduling.identity import digest_of, new_session_id
+from gateway.scheduling.model_queue import KeyBook
+from gateway.scheduling.requests import ImportRequest
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+from trainer_cell.protocol.outcomes import StateSaved
+
+Run = Callable[[str, str, ImportRequest], Coroutine[Any, Any, StateSaved | CommandFailed]]
+
+_MOST_WAITING = 16
+
+
+class Imports:
+    """directories: those that may be imported from, with everything below; run: does one import, for a tenant and a
+    model id, and says how it went."""
+
+    def __init__(self, futures: FutureBook, directories: Sequence[Path], run: Run) -> None:
+        self._futures = futures
+        self._directories = [directory.resolve() for directory in directories]
+        self._run = run
+        self._keys = KeyBook()
+        self._waiting: deque[Future] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    def allowed(self, path: str) -> tuple[Path, Path]:
+        """The path with its links followed, and the directory that allows it.
+
+        Raises `ImportNotAllowed`, which tells nothing of what is where; a look at the disk, so not for the event loop.
+        """
+        asked = Path(path)
+        if asked.is_absolute() and "\0" not in path:
+            # A loop of links, or a name that is too long: nobody is told which.
+            with suppress(OSError, RuntimeError):
+                resolved = asked.resolve()
+                for directory in self._directories:
+                    if resolved.is_relative_to(directory):
+                        return resolved, directory
+        raise ImportNotAllowed("path: this service imports only from directories its operator allows (--import-dir)")
+
+    def submit(
+        self, tenant: str, model_id: str | None, request: ImportRequest, idempotency_key: str | None = None
+    ) -> Future:
+        """Accept one; without a model id the checkpoint gets one of its own.
+
+        The same key again answers with the same future. Raises `SequenceConflict`, `QueueFull`, `Stopping`.
+        """
+        if self._is_stopping:
+            raise Stopping("the gateway is going down")
+        _, digest = fingerprinted(request)
+        digest = digest_of((model_id or "").encode() + b"\0" + digest)
+        if idempotency_key is not None:
+            known = self._keys.known(tenant, idempotency_key, digest)
+            if known is not None:
+                return self._futures.find(known) or self._futures.forgotten(known, tenant, model_id or "", request)
+        if len(self._waiting) >= _MOST_WAITING:
+            raise QueueFull(f"{_MOST_WAITING} imports are waiting already")
+        future = self._futures.open(tenant, model_id or f"{new_session_id()}:import:0", request)
+        if idempotency_key is not None:
+            self._keys.accept(tenant, idempotency_key, future.request_id, digest)
+        self._waiting.append(future)
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        return future
+
+    async def stop(self) -> None:
+        """The one that runs is broken off, which leaves nothing of it; those that wait fail."""
+        self._is_stopping = True
+        worker = self._worker
+        if worker is not None:
+            worker.cancel()
+            await asyncio.wait([worker])
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting:
+                await self._do(self._waiting.popleft())
+        finally:
+            self._worker = None
+            while self._waiting:
+                self._futures.finish(self._waiting.popleft(), _broken_off())
+
+    async def _do(self, future: Future) -> None:
+        assert isinstance(future.request, ImportRequest)
+        future.state = "running"
+        outcome: StateSaved | CommandFailed = _broken_off()
+        try:
+            outcome = await self._run(future.tenant, future.model_id, future.request)
+        finally:
+            self._futures.finish(future, outcome)
+
+
+def _broken_off() -> CommandFailed:
+    return CommandFailed(ErrorKind.CELL_LOST, "the import was broken off; nothing of it is left")
