@@ -10,8 +10,8 @@ import pytest
 
 from tests.crash.workload import ADDRESS, COMMAND, NEW, NUM_BYTES, OLD, prepared, save
 from tests.trainer_cell.vault.disks import Crash, UnsyncedDisk
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.layout import Vault
-from trainer_cell.vault.listing import delete_checkpoint
 from trainer_cell.vault.publish import begin
 
 T = TypeVar("T")

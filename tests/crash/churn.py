@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.crash.workload import Pending, State, Violation, save
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import CheckpointExists
 from trainer_cell.vault.layout import CheckpointAddress, Vault
-from trainer_cell.vault.listing import delete_checkpoint
 
 # Of each thread its own, so that its order is known; two threads share each model, and its lock.
 OF_THREADS = [

@@ -20,9 +20,10 @@ from typing import Any
 
 from tests.crash.churn import churn
 from tests.crash.workload import ADDRESS, COMMAND, NEW, NEXT_EPOCH, contents, save, small_chunks, state_of
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import CheckpointDamaged, VaultError
 from trainer_cell.vault.layout import CheckpointAddress, Vault
-from trainer_cell.vault.listing import delete_checkpoint, find_checkpoint, list_checkpoints
+from trainer_cell.vault.listing import find_checkpoint, list_checkpoints
 from trainer_cell.vault.manifest import read_manifest
 from trainer_cell.vault.publish import sweep_staging
 from trainer_cell.vault.recovery import settle_publish

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tests.crash.workload import ADDRESS, NEW, OLD, check_states, demand, prepared, save, small_chunks, state_of, states
 from tests.trainer_cell.vault.checkpoints import leftovers
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import StorageFailed
 from trainer_cell.vault.layout import Vault
-from trainer_cell.vault.listing import delete_checkpoint
 from trainer_cell.vault.publish import sweep_staging
 
 _DISK_BYTES = 8 << 20

@@ -30,9 +30,9 @@ from tests.crash.workload import (
 )
 from tests.trainer_cell.vault.checkpoints import leftovers
 from tests.trainer_cell.vault.disks import UnsyncedDisk
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import StorageFailed, VaultUnusable
 from trainer_cell.vault.layout import CheckpointAddress, Vault
-from trainer_cell.vault.listing import delete_checkpoint
 
 _NOBODY = 65534
 _PATH_MAX = 4096

@@ -32,9 +32,9 @@ from tests.crash.workload import (
     states,
 )
 from tests.crash.wrong_orders import FirstTimes, RetryingDisk, SyncedTooEarly, ThroughDisk, reference_save
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import AlreadyThere, CheckpointExists, StorageFailed
 from trainer_cell.vault.layout import CheckpointAddress, Vault
-from trainer_cell.vault.listing import delete_checkpoint
 from trainer_cell.vault.publish import abandon, begin, sweep_staging
 from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.shard_file import write_shard

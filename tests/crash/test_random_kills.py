@@ -16,8 +16,9 @@ from tests.crash.injection import Driver
 from tests.crash.workload import NEXT_EPOCH, Violation, demand, save, state_of, versions
 from tests.trainer_cell.vault.checkpoints import leftovers
 from tests.trainer_cell.vault.disks import UnsyncedDisk
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.layout import Vault
-from trainer_cell.vault.listing import delete_checkpoint, list_checkpoints
+from trainer_cell.vault.listing import list_checkpoints
 from trainer_cell.vault.publish import sweep_staging
 from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.verify import verify_version

@@ -18,9 +18,10 @@ from tests.trainer_cell.vault.checkpoints import EPOCH, leftovers, manifest_of
 from tests.trainer_cell.vault.disks import UnsyncedDisk
 from trainer_cell.vault import manifest as manifests
 from trainer_cell.vault import shard_file
+from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import StorageFailed, VaultError
 from trainer_cell.vault.layout import CheckpointAddress, Vault
-from trainer_cell.vault.listing import delete_checkpoint, list_checkpoints
+from trainer_cell.vault.listing import list_checkpoints
 from trainer_cell.vault.manifest import ITEM_BYTES, TensorDType, read_manifest
 from trainer_cell.vault.publish import abandon, begin, finish, sweep_staging
 from trainer_cell.vault.recovery import settle_publish
