@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -48,11 +48,13 @@ def unanswered_overwrite(root: Path) -> None:
 
 
 def crashed_delete(root: Path) -> None:
-    """The name is gone, one of its versions is on its way, the other is where it was."""
+    """The name is gone, its versions are where they were."""
 
     class Dying(UnsyncedDisk):
-        def remove_tree(self, path: Path) -> NoReturn:
-            raise Crash("rmdir")
+        def rename(self, source: Path, target: Path) -> None:
+            if target.parent.name == ".staging":
+                raise Crash("rename")
+            super().rename(source, target)
 
     overwritten(root)
     with pytest.raises(Crash):
