@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -12,6 +14,8 @@ from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.publish import begin
 
+T = TypeVar("T")
+
 
 class DyingDisk(UnsyncedDisk):
     """Its process dies where a name is about to be changed."""
@@ -19,7 +23,7 @@ class DyingDisk(UnsyncedDisk):
     def __init__(self, at: str) -> None:
         self._at = at
 
-    def call(self, operation, path, act):  # type: ignore[no-untyped-def]
+    def call(self, operation: str, path: Path, act: Callable[[], T]) -> T:
         if operation == self._at and path.parent.name == "weights":
             raise Crash(operation)
         return super().call(operation, path, act)
@@ -44,7 +48,7 @@ def unanswered_overwrite(root: Path) -> None:
 
 
 def crashed_delete(root: Path) -> None:
-    """The name is gone, one of its versions is on its way, the other is where it was."""
+    """The name is gone, its versions are where they were."""
 
     class Dying(UnsyncedDisk):
         def rename(self, source: Path, target: Path) -> None:

@@ -3,7 +3,7 @@
     python -m tests.crash.block_log MOUNTPOINT IMAGE LOG
 
 The mount point then holds one file, `disk`, with the bytes of IMAGE, to which they are written too. Needs the package
-mfusepy and libfuse.
+mfusepy, and libfuse.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from trainer_cell.vault.listing import find_checkpoint, list_checkpoints
 from trainer_cell.vault.manifest import read_manifest
 from trainer_cell.vault.publish import sweep_staging
 from trainer_cell.vault.recovery import settle_publish
+from trainer_cell.vault.startup import recover
 from trainer_cell.vault.verify import Wanted, read_tensors
 
 
@@ -67,6 +68,9 @@ def act(job: dict[str, Any]) -> object:
         return [entry.address.uri for entry in list_checkpoints(vault)]
     if job["action"] == "churn":
         return churn(vault, Path(job["book"]), job["epoch"], job["seed"])
+    if job["action"] == "start-up":
+        vault.create()
+        return recover(vault).errors
     assert job["action"] == "recover"
     vault.create()
     sweep_staging(vault)
@@ -123,6 +127,7 @@ def serve(warm: Path) -> None:
     save(vault, NEW)
     assert state_of(vault) == load(vault) == NEW
     act({"action": "recover", "root": warm, "overwrite": True})
+    act({"action": "start-up", "root": warm})
     delete_checkpoint(vault, ADDRESS)
     for line in sys.stdin:
         run(json.loads(line))

@@ -7,16 +7,19 @@ a disk holds for certain
 - a file's bytes as they were at the last fsync of that file,
 - a directory entry made, moved or removed, once a directory it concerns has been fsynced. A rename happens whole;
 
-of everything else, anything may be there or not. `Log.image` is one of those disks, `Image.write` makes it real.
+and what an fsync has failed to make so no later one makes so: the kernel holds it for written. Of everything else
+anything may be there or not. `Log.image` is one of those disks, `Image.write` makes it real.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
 import stat
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,7 @@ from typing import Literal, TypeVar
 from trainer_cell.vault.disk import Disk
 
 T = TypeVar("T")
-Ignores = Callable[[str, Path], bool]
+Which = Callable[[Path], bool]
 
 _SYNCS = ("fsync", "fdatasync")
 _LOOKS_ONLY = ("stat", "list", "read", "readlink", "statvfs", "lock")
@@ -65,13 +68,18 @@ class Synced:
 
 
 @dataclass(frozen=True)
+class SyncFailed:
+    node: int
+
+
+@dataclass(frozen=True)
 class Said:
     """What the process under test has told the world; it does nothing to the disk."""
 
     what: str
 
 
-Change = Wrote | Renamed | Synced | Said
+Change = Wrote | Renamed | Synced | SyncFailed | Said
 Kind = Literal["file", "directory"] | str  # or where a symlink points: `-> target`
 Strategy = Literal[
     "nothing unsynced", "everything", "names without data", "data without names", "names and some data",
@@ -108,19 +116,26 @@ class Log:
 
 def _that_hold(changes: Sequence[Change], base: int, strategy: Strategy, chance: random.Random) -> Iterator[Renamed]:
     """The changes of names that the disk has, in order."""
-    last_sync: dict[int, int] = {}
+    renames = {index: change for index, change in enumerate(changes) if isinstance(change, Renamed)}
+    durable = {index for index in renames if index < base} | _synced(changes)
+    unsynced = [index for index in renames if index not in durable]
+    kept = durable | _chosen(unsynced, changes, strategy, chance)
+    return (change for index, change in renames.items() if index in kept)
+
+
+def _synced(changes: Sequence[Change]) -> set[int]:
+    """The changes of names that an fsync has made durable."""
+    synced: set[int] = set()
+    waiting: defaultdict[int, set[int]] = defaultdict(set)
     for index, change in enumerate(changes):
-        if isinstance(change, Synced):
-            last_sync[change.node] = index
-    renames = [(index, change) for index, change in enumerate(changes) if isinstance(change, Renamed)]
-    unsynced = [
-        index
-        for index, change in renames
-        if index >= base and index > max(last_sync.get(node, -1) for node in change.directories)
-    ]
-    kept = _chosen(unsynced, changes, strategy, chance)
-    lost = set(unsynced) - kept
-    return (change for index, change in renames if index not in lost)
+        if isinstance(change, Renamed):
+            for node in change.directories:
+                waiting[node].add(index)
+        elif isinstance(change, Synced):
+            synced |= waiting.pop(change.node, set())
+        elif isinstance(change, SyncFailed):
+            waiting.pop(change.node, None)
+    return synced
 
 
 def _chosen(unsynced: list[int], changes: Sequence[Change], strategy: Strategy, chance: random.Random) -> set[int]:
@@ -145,11 +160,14 @@ def _chosen(unsynced: list[int], changes: Sequence[Change], strategy: Strategy, 
 def _contents(changes: Sequence[Change], base: int) -> dict[int, tuple[bytes, bytes]]:
     """Of each file: its bytes at its last fsync, and now."""
     found: dict[int, tuple[bytes, bytes]] = {}
+    failed: set[int] = set()
     for index, change in enumerate(changes):
         if isinstance(change, Wrote):
             durable, _ = found.get(change.node, (b"", b""))
             found[change.node] = (change.data if index < base else durable, change.data)
-        elif isinstance(change, Synced) and change.node in found:
+        elif isinstance(change, SyncFailed):
+            failed.add(change.node)
+        elif isinstance(change, Synced) and change.node in found and change.node not in failed:
             current = found[change.node][1]
             found[change.node] = (current, current)
     return found
@@ -197,12 +215,12 @@ class Image:
 class PoweredDisk(Disk):
     """Records everything under `top`, whose present content counts as durable; syncs are recorded, not done.
 
-    ignores: told (operation, path), says which syncs this disk only pretends to do.
+    ignores: which syncs this disk only pretends to do; fails: which it fails, with EIO.
     """
 
-    def __init__(self, top: Path, ignores: Ignores = lambda operation, path: False) -> None:
+    def __init__(self, top: Path, ignores: Which = lambda path: False, fails: Which = lambda path: False) -> None:
         self.log = Log()
-        self._top, self._ignores = top, ignores
+        self._top, self._ignores, self._fails = top, ignores, fails
         self._numbers = itertools.count(_ROOT + 1)
         self._nodes: dict[int, int] = {os.stat(top).st_ino: _ROOT}
         self._entries: dict[Entry, int] = {}
@@ -216,13 +234,18 @@ class PoweredDisk(Disk):
             return super().call(operation, path, act)
         with self._lock:
             if operation in _SYNCS:
-                if not self._ignores(operation, path):
-                    self.sync(path)
-                return super().call(operation, path, lambda: None)  # type: ignore[arg-type,return-value]
+                return super().call(operation, path, lambda: self._sync(path))  # type: ignore[arg-type,return-value]
             try:
                 return super().call(operation, path, act)
             finally:
                 self._note_changes(path)
+
+    def _sync(self, path: Path) -> None:
+        if self._fails(path):
+            self.log.changes.append(SyncFailed(self._nodes[os.lstat(path).st_ino]))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if not self._ignores(path):
+            self.sync(path)
 
     def sync(self, path: Path) -> None:
         self.log.changes.append(Synced(self._nodes[os.lstat(path).st_ino]))

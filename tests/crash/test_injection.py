@@ -15,13 +15,38 @@ import pytest
 
 from tests.crash.aftermath import crashed_delete, crashed_overwrite, overwritten, unanswered_overwrite
 from tests.crash.injection import Driver, needs_strace
-from tests.crash.workload import ADDRESS, BYSTANDER, NEW, OLD, Pending, State, check_recovery, demand, prepared, states
+from tests.crash.workload import (
+    ADDRESS,
+    BYSTANDER,
+    COMMAND,
+    NEW,
+    OLD,
+    Pending,
+    State,
+    check_recovery,
+    demand,
+    prepared,
+    states,
+)
 
 pytestmark = needs_strace
 
 KILL = "signal=SIGKILL"
 MAKES_OR_WRITES = frozenset(
-    {"openat", "mkdir", "symlink", "rename", "fallocate", "pwrite64", "pwritev", "pwritev2", "write", "fsync", "close"}
+    {
+        "openat",
+        "mkdir",
+        "symlink",
+        "rename",
+        "fallocate",
+        "pwrite64",
+        "pwritev",
+        "pwritev2",
+        "write",
+        "fsync",
+        "ftruncate",
+        "close",
+    }
 )
 NAMES = frozenset({"openat", "mkdir", "rmdir", "symlink", "rename", "unlink", "getdents64", "readlink", "newfstatat"})
 # What, and at which calls; None: at all.
@@ -31,6 +56,8 @@ FAULTS: dict[str, frozenset[str] | None] = {
     "error=ENOSPC": MAKES_OR_WRITES,
     "error=EDQUOT": MAKES_OR_WRITES,
     "error=EACCES": NAMES,
+    # Of a file system that takes no unbuffered writes.
+    "error=EINVAL": frozenset({"fcntl", "pwrite64", "pwritev", "pwritev2"}),
 }
 
 
@@ -65,6 +92,7 @@ SCENARIOS = {
     },
     "delete": Scenario(overwritten, {"action": "delete"}, OLD, None, told=True),
     "delete again": Scenario(crashed_delete, {"action": "delete"}, None, None, told=False),
+    "start-up": Scenario(crashed_overwrite, {"action": "start-up"}, OLD, NEW, Pending(ADDRESS, NEW, True)),
     "recovery": Scenario(crashed_overwrite, RECOVER, OLD, NEW, Pending(ADDRESS, NEW, True)),
     "recovery of the unanswered": Scenario(unanswered_overwrite, RECOVER, NEW, NEW, Pending(ADDRESS, NEW, True), ...),
 }  # fmt: skip
@@ -103,9 +131,11 @@ def check(driver: Driver, point: Point, root: Path) -> str:
     inject = f"inject={point.call}:{point.fault}:when={point.number}"
     said = driver.run({**scenario.job, "root": str(root)}, "-e", inject)
     ending, allowed = judge(said, scenario)
+    failed = [COMMAND] if ending == "failed" and said.get("failed") != "PublishUnknown" else []
+    failed = failed if scenario.job["action"] == "save" else []
     if "done" in said and scenario.told is not None:
         demand(said["done"] == scenario.told or (scenario.told is ... and said["done"] is not None), str(said))
-    check_recovery(root, states(allowed, [BYSTANDER]), scenario.pending)
+    check_recovery(root, states(allowed, [BYSTANDER]), scenario.pending, boots=point.number % 2 == 0, failed=failed)
     shutil.rmtree(root)
     return ending
 
@@ -115,6 +145,9 @@ def judge(said: dict[str, Any], scenario: Scenario) -> tuple[str, list[State]]:
     if "signal" in said:
         return "killed", [scenario.before, scenario.after]
     demand("untyped" not in said, f"an untyped failure: {said}")
+    if scenario.job["action"] == "start-up":
+        # What it could not recover it tells, and leaves.
+        return "failed" if said.get("done") != [] else "done", [scenario.before, scenario.after]
     if "done" in said:
         return "done", [scenario.before if said["done"] is None else scenario.after]
     if said["failed"] == "PublishUnknown" or scenario.job["action"] in ("delete", "recover"):

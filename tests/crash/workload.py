@@ -7,7 +7,7 @@ save it has read, and whether anything of another is mixed into it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +24,7 @@ from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.listing import list_checkpoints
 from trainer_cell.vault.manifest import ITEM_BYTES, TensorDType, read_manifest
 from trainer_cell.vault.publish import abandon, begin, finish, sweep_staging
+from trainer_cell.vault.quarantine import list_quarantined
 from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.shard_file import TensorPiece, write_shard
 from trainer_cell.vault.startup import recover
@@ -132,16 +133,21 @@ class Pending:
 Allowed = Mapping[CheckpointAddress, frozenset[State]]
 
 
-def check_recovery(root: Path, allowed: Allowed, pending: Pending | None = None) -> dict[CheckpointAddress, State]:
-    """Boot on what a fault has left, as the gateway does, and go on. What each name held before the next save.
+def check_recovery(
+    root: Path, allowed: Allowed, pending: Pending | None = None, boots: bool = False, failed: Collection[str] = ()
+) -> dict[CheckpointAddress, State]:
+    """Recover from what a fault has left, and go on. What each name held before the next save.
 
-    Raises `Violation`.
+    boots: by a start-up of the gateway, otherwise by that of another cell. failed: the commands of which a failure is
+    recorded. Raises `Violation`.
     """
     vault = Vault(root, UnsyncedDisk())
     try:
         vault.create()
         found = check_states(vault, allowed)
-        if pending is not None:
+        if boots:
+            found = _start_up(vault, allowed, failed)
+        elif pending is not None:
             _settle(vault, pending, found)
         _sweep(vault)
         demand({at: state_of(vault, at) for at in allowed} == found, "recovery has changed what a name holds")
@@ -177,6 +183,15 @@ def _settle(vault: Vault, pending: Pending, found: dict[CheckpointAddress, State
     else:
         demand(state == pending.seed, f"a settlement says that {pending.seed} is there, and {state} is")
         found[pending.address] = state
+
+
+def _start_up(vault: Vault, allowed: Allowed, failed: Collection[str]) -> dict[CheckpointAddress, State]:
+    for _ in range(2):
+        report = recover(vault, lambda command_id: "failed" if command_id in failed else None)
+        demand(report.errors == (), f"start-up: {report.errors}")
+    demand(report.findings == (), f"a second start-up finds {report.findings}")
+    demand(list(list_quarantined(vault)) == [], "a start-up has put something into quarantine")
+    return check_states(vault, allowed)
 
 
 def _sweep(vault: Vault) -> None:

@@ -109,8 +109,9 @@ def _show(vault: Vault, staging: Staging, address: CheckpointAddress, overwrite:
     except PublishUnknown:
         raise
     except VaultError:
-        # No name points at it: back to staging, which is then abandoned.
+        # No name points at it: back to staging, durably, before that is abandoned: no part of it may come back.
         with suppress(StorageFailed):
             vault.disk.rename(directory, staging.directory)
+            vault.disk.fsync_directory(directory.parent)
         raise
     return version
