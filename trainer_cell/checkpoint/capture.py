@@ -76,7 +76,8 @@ def _is_finite(values: NDArray[np.uint8], dtype: str) -> bool:
     signed, unsigned = _INTEGERS[dtype]
     infinity = _INFINITY[dtype]
     sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
-    return bool(values.view(signed).max() < infinity and values.view(unsigned).max() < sign | infinity)
+    highest, lowest = int(values.view(signed).max()), int(values.view(unsigned).max())
+    return bool(highest < infinity) and bool(lowest < sign | infinity)
 
 
 class SaveBuffers:
