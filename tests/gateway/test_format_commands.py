@@ -52,6 +52,7 @@ def test_an_adapter_goes_in_for_a_tenant_and_out_again(
     assert told.err == "cellgate: out-0: exists already; an export overwrites nothing\n"
 
 
+@pytest.mark.full
 def test_a_refusal_is_one_line_and_status_1(tmp_path: Path, base: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_peft_files(tmp_path / "adapter", random_state(base), use_dora=True)
     options = ("--model-id", "m", "--name", "one", "--base-model", str(base), "--state", str(tmp_path / "state"))

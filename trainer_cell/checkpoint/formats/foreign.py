@@ -12,12 +12,12 @@ import torch
 from trainer_cell.checkpoint.formats.errors import Incompatible, NonFinite, SourceDamaged, told
 from trainer_cell.checkpoint.plan import part_dtype, stored_parts
 from trainer_cell.protocol.commands import AdamParams, AdapterSpec
+from trainer_cell.protocol.errors import CommandFailed
 from trainer_cell.training.adapter_names import TARGETS, kind_of, pair_names, target_modules
+from trainer_cell.training.lr_schedule import SchedulerState, read_scheduler
 from trainer_cell.training.model_shape import ModelShape
 
 Tensors = dict[str, torch.Tensor]
-# As a manifest holds it; nothing in here looks inside.
-SchedulerState = dict[str, float | int | str | bool]
 Features = Mapping[str, tuple[int, int]]
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -148,7 +148,7 @@ def _check_masters(parts: Mapping[str, Tensors]) -> None:
 
 
 def scheduler_of(state: object) -> SchedulerState | None:
-    """The fields of a scheduler's state; raises `Incompatible` for one that a manifest cannot hold."""
+    """The fields of a state of Megatron's scheduler; raises `Incompatible` for one that no load would take."""
     if state is None:
         return None
     if not isinstance(state, dict):
@@ -157,4 +157,8 @@ def scheduler_of(state: object) -> SchedulerState | None:
         is_plain = isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))
         if not isinstance(field, str) or not is_plain:
             raise Incompatible(f"the scheduler's {field} is {value!r}, not a finite number, text or truth value")
+    try:
+        read_scheduler(state)
+    except CommandFailed as failure:
+        raise Incompatible(f"the scheduler's state is not taken: {failure.message}") from failure
     return dict(state)

@@ -3,7 +3,8 @@
 They hold weights alone. Config and tensors must agree: `r` and every pair's rank, `target_modules` and the tensors'
 names. Settings that change what the tensors mean, or add others, are refused by name when they are set, and so are
 settings this module does not know. An adapter of the output layer is `base_model.model.lm_head.lora_A|B.weight`, at the
-true vocabulary size; adapters of the embedding are refused.
+true vocabulary size; adapters of the embedding are refused, and so are whole weights beside the pairs, which `peft`
+adds where the output layer is a target unless it saves with `save_embedding_layers=False`.
 """
 
 from __future__ import annotations

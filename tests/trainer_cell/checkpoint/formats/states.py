@@ -24,7 +24,12 @@ SCHEDULER: dict[str, float | int | str | bool] = {
     "lr_warmup_steps": 10,
     "num_steps": 37,
     "lr_decay_style": "cosine",
-    "min_lr": 1.0,
+    "lr_decay_steps": 100,
+    "min_lr": 0.0001,
+    "start_wd": 0.0,
+    "end_wd": 0.1,
+    "wd_incr_steps": 100,
+    "wd_incr_style": "linear",
 }
 COUNTERS = Counters(step=5, iteration=9, adam_params=ADAM, scheduler=SCHEDULER)
 ADDRESS = CheckpointAddress("imported:import:0", "weights", "one")

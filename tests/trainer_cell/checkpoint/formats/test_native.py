@@ -305,6 +305,12 @@ REFUSALS: dict[str, tuple[str, Callable[[Any], object] | None, type[FormatRefuse
         Incompatible,
         "max_lr",
     ),
+    "a scheduler that makes no sense": (
+        "training_state_rank*.pt",
+        lambda s: s.update(opt_param_scheduler={**SCHEDULER, "lr_warmup_steps": 200}),
+        Incompatible,
+        "must be below decay_steps",
+    ),
     "a name of two slots": (
         "adapter_megatron_rank0.pt",
         lambda s: rename(s, O_A, O_A.replace(".adapter.", ".adapters.0.adapters.1.")),
