@@ -11,13 +11,14 @@ sweep or start-up. A version on which a reader holds a lease stays until it is l
 
 from __future__ import annotations
 
+import errno
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from trainer_cell.vault.errors import CheckpointPinned, NotThere
+from trainer_cell.vault.errors import CheckpointPinned, NotThere, StorageFailed
 from trainer_cell.vault.inventory import version_names
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName
 from trainer_cell.vault.locks import lock_version
@@ -41,12 +42,30 @@ def delete_checkpoint(vault: Vault, address: CheckpointAddress) -> bool:
         records = {name: read_record(vault, address.model_id, name) for name in versions}
         if any(record.pinned for record in records.values()):
             raise CheckpointPinned(address.uri)
-        doom(vault, address, records, "deleted")
+        is_marked = _doom_if_there_is_room(vault, address, records)
         was_there = unlink_name(vault, address)
         gone = set_versions_aside(vault, address.model_id, versions)
+        if not is_marked:
+            for aside in gone.values():
+                vault.disk.remove_tree(aside)
+            doom(vault, address, {name: records[name] for name in versions if name not in gone}, "deleted")
     for aside in gone.values():
         vault.disk.remove_tree(aside)
     return was_there
+
+
+def _doom_if_there_is_room(
+    vault: Vault, address: CheckpointAddress, records: dict[VersionName, RetentionRecord]
+) -> bool:
+    """False on a full disk, which a deletion is to make room on: then a crash before its answer may undo it, and what
+    is left behind a lease is marked when the rest is gone."""
+    try:
+        doom(vault, address, records, "deleted")
+    except StorageFailed as failure:
+        if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
 
 
 def doom(vault: Vault, address: CheckpointAddress, records: dict[VersionName, RetentionRecord], reason: Reason) -> None:
