@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +27,7 @@ _PAIRS_OF_LARGE = 5
 
 def main() -> None:
     asked = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing stays mounted
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks: what megatron-core lacks is no news
     pairs = {size: asked.pairs or _PAIRS.get(size, _PAIRS_OF_LARGE) for size in asked.sizes}
     # Old and new version, the raw file, and room to breathe; many at once need four times their bytes.

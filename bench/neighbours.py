@@ -32,7 +32,7 @@ def neighbour_rows(ground: Ground, sizes: list[int], pairs: dict[int, int]) -> I
         state = state_of(megabytes * 1_000_000)
         for name, (save, load) in _NEIGHBOURS.items():
             neighbour = _Neighbour(ground, state, save, load)
-            count = max(3, pairs[megabytes] // 4)
+            count = max(3, pairs[megabytes] // 6)
             saving = in_turns(count, neighbour.save, neighbour.raw_write)
             yield Row(f"{name}: save and syncs / raw write", f"{megabytes} MB", saving)
             loading = in_turns(count, neighbour.load, neighbour.raw_read)

@@ -128,6 +128,5 @@ def _imports(settings: GatewayProcessSettings, scheduler: Scheduler) -> Imports 
     if not settings.import_dir:
         return None
     assert settings.base_model is not None  # the settings see to it
-    catalog = scheduler.catalog
-    child = ImportChild(catalog.vault.root, settings.base_model, settings.cache, catalog.tenant_digest)
+    child = ImportChild(scheduler.catalog, settings.base_model, settings.cache)
     return Imports(scheduler.futures, settings.import_dir, child.run)

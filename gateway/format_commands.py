@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, CliToggleFlag
@@ -39,6 +39,11 @@ def _run(arguments: Sequence[str]) -> int:
     return subprocess.run(formats_command(*arguments), env=formats_environment(), check=False).returncode
 
 
+def _refuse(reason: str) -> NoReturn:
+    sys.stderr.write(f"cellgate: {reason}\n")
+    sys.exit(1)
+
+
 class ImportCheckpoint(StateSettings):
     """Make an ordinary checkpoint of native per-rank adapters, a torch_dist checkpoint or a PEFT adapter."""
 
@@ -62,13 +67,13 @@ class ImportCheckpoint(StateSettings):
             digest = tenant_digester(state.tenant_secret())(self.tenant)
             self._refuse_others_model(digest)
         except (StateUnusable, VaultError, OSError) as error:
-            sys.exit(f"cellgate: {error}")
+            _refuse(str(error))
         sys.exit(_run(self._arguments(digest)))
 
     def _refuse_others_model(self, digest: str) -> None:
         for listed in list_checkpoints(Vault(self.checkpoint_root), self.model_id):
             if listed.manifest is not None and listed.manifest.tenant_digest != digest:
-                sys.exit(f"cellgate: model {self.model_id} is another tenant's; pick another --model-id")
+                _refuse(f"model {self.model_id} is another tenant's; pick another --model-id")
 
     def _arguments(self, digest: str) -> list[str]:
         arguments = ["import", str(self.path.absolute()), "--model-id", self.model_id, "--name", self.name]

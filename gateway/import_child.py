@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from gateway.child_process import ChildProcess
 from gateway.format_commands import formats_command, formats_environment
+from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.requests import ImportRequest
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import StateSaved
+from trainer_cell.vault.errors import StorageFailed
 
 
 class _Imported(msgspec.Struct, frozen=True):
@@ -28,28 +29,40 @@ class _Refused(msgspec.Struct, frozen=True):
 
 
 class ImportChild:
-    """root: of the checkpoints; base_model: what imports sit on, prepared in `cache`; tenant_digest: of a tenant."""
+    """catalog: of the checkpoints; base_model: what imports sit on, prepared in `cache`."""
 
-    def __init__(self, root: Path, base_model: str, cache: Path, tenant_digest: Callable[[str], str]) -> None:
-        self._root = root
+    def __init__(self, catalog: Catalog, base_model: str, cache: Path) -> None:
+        self._catalog = catalog
         self._base_model = base_model
         self._cache = cache
-        self._tenant_digest = tenant_digest
 
     async def run(self, tenant: str, model_id: str, request: ImportRequest) -> StateSaved | CommandFailed:
         """Pickles are never trusted here. When this is cancelled the process is killed."""
-        child = ChildProcess("import", self._command(tenant, model_id, request), formats_environment())
+        try:
+            quota = await self._quota(tenant)
+        except StorageFailed as error:
+            return CommandFailed(ErrorKind.STORAGE_FAILED, str(error))
+        child = ChildProcess("import", [*self._command(tenant, model_id, request), *quota], formats_environment())
         try:
             status = await child.wait()
         finally:
             child.kill()
+            if request.overwrite:
+                self._catalog.saves.on_replaced()
         return _outcome(child.last_line, status)
+
+    async def _quota(self, tenant: str) -> list[str]:
+        """What the tenant has and may have, as options."""
+        saves = self._catalog.saves
+        if saves.quota_bytes is None:
+            return []
+        return ["--quota", str(await saves.used_bytes(tenant)), str(saves.quota_bytes)]
 
     def _command(self, tenant: str, model_id: str, request: ImportRequest) -> list[str]:
         arguments = ["import", request.path, "--within", request.within, "--json"]
         arguments += ["--model-id", model_id, "--name", request.name, "--base-model", self._base_model]
-        arguments += ["--tenant-digest", self._tenant_digest(tenant)]
-        arguments += ["--checkpoints", str(self._root), "--cache", str(self._cache)]
+        arguments += ["--tenant-digest", self._catalog.tenant_digest(tenant)]
+        arguments += ["--checkpoints", str(self._catalog.vault.root), "--cache", str(self._cache)]
         arguments += ["--format", request.format] if request.format else []
         arguments += ["--alpha", str(request.alpha)] if request.alpha is not None else []
         arguments += ["--weights-only"] * (not request.load_optimizer) + ["--overwrite"] * request.overwrite

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gateway.format_commands import formats_command, formats_environment
 from gateway.scheduling.identity import model_id_of, tenant_digester
 from gateway.scheduling.start_up import SESSION_ID
 from gateway.settings import TRACKER, ServeSettings
@@ -19,6 +22,8 @@ from trainer_cell.vault.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 MODEL_ID = model_id_of(SESSION_ID, 0)
 
+# The name of what came in from another format; a start with the same option puts a new one in its place.
+_IMPORTED = "imported"
 _RELEASE = "release"
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
@@ -57,21 +62,25 @@ def read_start_up(settings: ServeSettings, state: StateDirectory, keys: Mapping[
         vault.create()
         with vault.lock():
             owner = tenant_digester(state.tenant_secret())(next(iter(keys.values())))
-            checkpoint = start_up_address(vault, settings.lora_adapter_path, owner, iteration)
+            checkpoint = start_up_address(settings, vault, owner, weights, iteration)
         notes.append(f"{MODEL_ID} starts from {checkpoint.uri}")
     return StartUp(settings.is_without_load_optim, weights, checkpoint, tuple(notes))
 
 
-def start_up_address(vault: Vault, given: str, tenant_digest: str, iteration: int = 0) -> CheckpointAddress:
-    """The checkpoint `--lora-adapter-path` stands for, in this root and of this tenant.
+def start_up_address(
+    settings: ServeSettings, vault: Vault, tenant_digest: str, weights: Path | None, iteration: int
+) -> CheckpointAddress:
+    """The checkpoint `--lora-adapter-path` stands for, in this root and of this tenant. The root is locked.
 
-    given: an address, or a directory; one that is not the tenant's own published checkpoint is verified and copied in.
-    iteration: where a model begins whose adapter does not tell. Raises `StartUpRefused`; the root must be locked.
+    A directory that is not the tenant's own published checkpoint is verified and copied in, or imported. weights,
+    iteration: what `--load` says. Raises `StartUpRefused`.
     """
+    given = settings.lora_adapter_path
+    assert given is not None
     try:
         source = _source(vault, given)
         if not (source / MANIFEST_NAME).is_file():
-            return import_older(vault, source, tenant_digest, iteration)
+            return _import_older(settings, vault, source, tenant_digest, weights, iteration)
         manifest = read_manifest(source)
         own = _own_address(vault, source, manifest, tenant_digest)
         return own or adopt_version(vault, source, MODEL_ID, tenant_digest)
@@ -79,15 +88,26 @@ def start_up_address(vault: Vault, given: str, tenant_digest: str, iteration: in
         raise StartUpRefused(f"--lora-adapter-path {given}: {error}") from error
 
 
-def import_older(vault: Vault, source: Path, tenant_digest: str, iteration: int) -> CheckpointAddress:
-    """Have a directory in an older format imported as a checkpoint of `MODEL_ID`; the address it got.
+def _import_older(
+    settings: ServeSettings, vault: Vault, source: Path, tenant_digest: str, weights: Path | None, iteration: int
+) -> CheckpointAddress:
+    """Have a directory in another format imported as a checkpoint of `MODEL_ID`, over the weights in force.
 
-    Reading those formats needs torch: it is for a child process of its own, which this waits for. The arguments are all
-    that it is to be told. Raises `StartUpRefused`.
+    Reading those formats needs torch: a child process does it. Raises `StartUpRefused`.
     """
-    raise StartUpRefused(
-        f"--lora-adapter-path {source}: there is no {MANIFEST_NAME}, and formats other than cellgate's are not read"
+    address = CheckpointAddress(MODEL_ID, "weights", _IMPORTED)
+    arguments = ["import", str(source), "--json", "--overwrite", "--model-id", MODEL_ID, "--name", _IMPORTED]
+    arguments += ["--base-model", settings.base_model, "--cache", str(settings.cache)]
+    arguments += ["--tenant-digest", tenant_digest, "--checkpoints", str(vault.root), "--iteration", str(iteration)]
+    arguments += ["--weights", str(weights)] if weights is not None else []
+    done = subprocess.run(
+        formats_command(*arguments), env=formats_environment(), stdout=subprocess.PIPE, text=True, check=False
     )
+    if done.returncode == 0:
+        return address
+    last = (done.stdout.strip() or "{}").splitlines()[-1]
+    reason = json.loads(last).get("message", f"its import ended with status {done.returncode}")
+    raise StartUpRefused(f"--lora-adapter-path {source}: {reason}")
 
 
 def _source(vault: Vault, given: str) -> Path:

@@ -17,7 +17,7 @@ from gateway.scheduling.identity import timestamp
 from gateway.scheduling.requests import SaveRequest
 from gateway.scheduling.saving import SaveBook
 from trainer_cell.vault.cover import directory_problems
-from trainer_cell.vault.deletion import delete_checkpoint
+from trainer_cell.vault.deletion import delete_checkpoint, delete_expired
 from trainer_cell.vault.errors import CheckpointDamaged, CheckpointPinned, UnsupportedFormat, VaultError
 from trainer_cell.vault.inventory import Inventory
 from trainer_cell.vault.layout import CheckpointAddress, InvalidAddress, Vault
@@ -197,10 +197,14 @@ class Catalog:
     def _clear_name(self, model_id: str, request: SaveRequest) -> None:
         """An expired checkpoint is no longer there for its owner, so it must not be in the way of a save either."""
         address = CheckpointAddress(model_id, request.kind, request.name)
-        try:
+
+        def is_expired() -> bool:
             found = find_checkpoint(self.vault, address)
-            if found is not None and found.problem is None and _entry(found).is_expired(datetime.now(UTC)):
-                delete_checkpoint(self.vault, address)
+            return found is not None and found.problem is None and _entry(found).is_expired(datetime.now(UTC))
+
+        try:
+            if is_expired():
+                delete_expired(self.vault, address, is_expired)
         except VaultError as error:
             # The save itself meets what is wrong there, and tells its client.
             log.warning("whether %s has expired cannot be told: %s", address.uri, error)

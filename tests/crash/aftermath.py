@@ -52,7 +52,7 @@ def crashed_delete(root: Path) -> None:
 
     class Dying(UnsyncedDisk):
         def rename(self, source: Path, target: Path) -> None:
-            if target.parent.name == ".staging":
+            if target.parent.name == ".staging" and any(target.parent.glob("deleted.*")):
                 raise Crash("rename")
             super().rename(source, target)
 

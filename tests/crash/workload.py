@@ -151,6 +151,7 @@ def check_recovery(
             _settle(vault, pending, found)
         _sweep(vault)
         demand({at: state_of(vault, at) for at in allowed} == found, "recovery has changed what a name holds")
+        _start(vault, allowed, found)
         _check_list(vault, found)
         _go_on(vault, found)
     except VaultError as error:
@@ -197,6 +198,20 @@ def _sweep(vault: Vault) -> None:
     sweep_staging(vault)
     demand(leftovers(vault) == [], f"the sweep leaves {leftovers(vault)}")
     demand(sweep_staging(vault) == [], "a second sweep finds something")
+
+
+def _start(vault: Vault, allowed: Allowed, found: dict[CheckpointAddress, State]) -> None:
+    """A start-up has only deletions to end: a name that was gone stays gone, another keeps what it held."""
+    report = recover(vault)
+    demand(report.errors == (), f"a start-up fails: {report.errors}")
+    demand({finding.what for finding in report.findings} <= {"deleted"}, f"a start-up did more: {report.findings}")
+    for address, before in found.items():
+        found[address] = state_of(vault, address)
+        demand(
+            found[address] == before or (found[address] is None and None in allowed[address]),
+            f"{address.uri} held {before}, and after a start-up {found[address]}",
+        )
+    demand(recover(vault).findings == (), "a second start-up finds something")
 
 
 def _check_list(vault: Vault, found: Mapping[CheckpointAddress, State]) -> None:

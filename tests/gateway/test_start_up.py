@@ -13,9 +13,13 @@ from pydantic_settings import CliApp
 from gateway.scheduling.identity import tenant_digester
 from gateway.serve import serve
 from gateway.settings import ServeSettings
-from gateway.start_up import MODEL_ID, StartUp, StartUpRefused, read_start_up
+from gateway.start_up import MODEL_ID, StartUp, StartUpRefused, read_start_up, start_up_address
 from gateway.state_directory import StateDirectory
+from tests.service.state import read_state
+from tests.trainer_cell.checkpoint.formats.peft_writer import write_peft_files
+from tests.trainer_cell.checkpoint.formats.states import random_state, stored_bytes
 from tests.trainer_cell.vault.checkpoints import ADDRESS, contents, load, new_vault, save, tree
+from trainer_cell.training.base_models import prepare
 from trainer_cell.vault.errors import VaultLocked
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 
@@ -99,7 +103,7 @@ def damaged(start: Start, tmp_path: Path) -> Path:
         ("tinker://s-1:train:0/weights/none", "there is no such checkpoint"),
         ("tinker://s-1", "a checkpoint's address is"),
         ("file", "is not a directory"),
-        ("empty", r"no manifest\.json"),
+        ("empty", "there is no checkpoint here"),
         ("damaged", r"file rank00001\.safetensors is 0 bytes"),
     ],
 )
@@ -120,6 +124,22 @@ def test_what_cannot_be_started_from_ends_it_with_one_line_that_says_why(
     assert told.out == ""
     assert told.err.startswith("cellgate: --lora-adapter-path ")
     assert told.err.count("\n") == 1
+
+
+def test_an_adapter_in_another_format_is_imported_at_the_trackers_iteration(start: Start, tmp_path: Path) -> None:
+    base, adapter = prepare("tiny", tmp_path / "cache"), tmp_path / "adapter"
+    state = random_state(base)
+    write_peft_files(adapter, state)
+    settings = CliApp.run(
+        ServeSettings,
+        cli_args=["--state", str(start.state.path), "--base-model", str(base), "--lora-adapter-path", str(adapter)],
+    )
+    for _ in range(2):
+        address = start_up_address(settings, start.vault, start.digest("alice"), None, iteration=7)
+        found = read_state(start.vault.root, address.uri)
+        assert found.tensors == stored_bytes(state, ("weight",))
+        assert (found.manifest.iteration, found.manifest.has_optimizer) == (7, False)
+        assert found.manifest.tenant_digest == start.digest("alice")
 
 
 def test_a_root_in_use_is_not_written_to(start: Start, tmp_path: Path) -> None:

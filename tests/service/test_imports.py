@@ -36,13 +36,7 @@ def test_a_jobs_adapter_is_imported_loaded_with_its_optimizer_and_trained_on(ser
     base = prepare("tiny", tmp_path / "cache")
     state = random_state(base, LAYERS, dtype="fp32")
     write_native(allowed / "job", state, read_shape(base), Job(tp=2))
-    write_native(allowed / "broken", state, read_shape(base), Job(tp=2))
-    (allowed / "broken" / "adapter_megatron_rank1.pt").unlink()
     service = serve("--import-dir", str(allowed), "--cache", str(tmp_path / "cache"))
-
-    broken = import_of(service, allowed / "broken")
-    assert (broken["state"], broken["error"]["kind"]) == ("failed", "checkpoint_corrupt")
-    assert "adapter_megatron_rank*.pt" in broken["error"]["message"]
 
     done = import_of(service, allowed / "job")
     assert done["error"] is None

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_cell.checkpoint.plan import Run, SavePlan
+from trainer_cell.checkpoint.plan import SavePlan, Stretch
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.training.slots import Slot
+from trainer_cell.vault.shard_layout import PAGE_BYTES, image_memory, whole_pages
 
-_PAGE = 4096
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 # What infinity is as an integer of its width; NaN is beyond it.
 _INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80}
@@ -28,11 +28,15 @@ class SaveBuffer:
     """Page-aligned CPU memory (pinned, for a GPU to copy into). `size` bytes, a multiple of the page."""
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
-        self.size = -(-num_bytes // _PAGE) * _PAGE
-        # Zeroed, so that its pages are there before the first capture: fresh ones cost several times the copy.
-        whole = torch.empty(self.size + _PAGE, dtype=torch.uint8, pin_memory=pin).zero_()
-        begin = -whole.data_ptr() % _PAGE
-        self._bytes = whole[begin : begin + self.size]
+        if pin:
+            whole = torch.empty(whole_pages(num_bytes) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            begin = -whole.data_ptr() % PAGE_BYTES
+            self._bytes = whole[begin : begin + whole_pages(num_bytes)]
+        else:
+            self._bytes = torch.frombuffer(image_memory(num_bytes), dtype=torch.uint8)
+        # So that its pages are there before the first capture: fresh ones cost several times the copy.
+        self._bytes.zero_()
+        self.size = self._bytes.numel()
 
     def capture(self, plan: SavePlan, rank: int, slot: Slot) -> None:
         """Copy this rank's part of the slot into the image of its file; nothing for a rank that writes none."""
@@ -42,9 +46,9 @@ class SaveBuffer:
         header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         self._bytes[: len(layout.header)].copy_(header)
         is_pinned = self._bytes.is_pinned()
-        for run in plan.runs[rank]:
-            source = slot.flat(run.part)[run.source : run.source + run.numel]
-            self._view(run).copy_(source, non_blocking=is_pinned)
+        for stretch in plan.stretches[rank]:
+            source = slot.flat(stretch.part)[stretch.source : stretch.source + stretch.numel]
+            self._view(stretch).copy_(source, non_blocking=is_pinned)
         if is_pinned:
             torch.cuda.synchronize()
 
@@ -52,16 +56,18 @@ class SaveBuffer:
     def image(self) -> memoryview:
         return memoryview(self._bytes.numpy())
 
-    def _view(self, run: Run) -> torch.Tensor:
-        dtype = _TORCH_DTYPES[run.dtype]
-        return self._bytes[run.target : run.target + run.numel * dtype.itemsize].view(dtype)
+    def _view(self, stretch: Stretch) -> torch.Tensor:
+        dtype = _TORCH_DTYPES[stretch.dtype]
+        return self._bytes[stretch.target : stretch.target + stretch.numel * dtype.itemsize].view(dtype)
 
     def check_finite(self, plan: SavePlan, rank: int) -> None:
         """Raises `CommandFailed` (NON_FINITE_STATE): a checkpoint that no load accepts must not take the place of one
         that works. Runs beside the trainer, so it holds the interpreter for no longer than a call takes to begin."""
-        for run in plan.runs[rank]:
-            if not _is_finite(self._view(run).view(torch.uint8).numpy(), run.dtype):
-                raise CommandFailed(ErrorKind.NON_FINITE_STATE, f"the model's {run.part} holds NaN or infinite values")
+        for stretch in plan.stretches[rank]:
+            if not _is_finite(self._view(stretch).view(torch.uint8).numpy(), stretch.dtype):
+                raise CommandFailed(
+                    ErrorKind.NON_FINITE_STATE, f"the model's {stretch.part} holds NaN or infinite values"
+                )
 
 
 def _is_finite(values: NDArray[np.uint8], dtype: str) -> bool:
@@ -70,7 +76,7 @@ def _is_finite(values: NDArray[np.uint8], dtype: str) -> bool:
     signed, unsigned = _INTEGERS[dtype]
     infinity = _INFINITY[dtype]
     sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
-    return int(values.view(signed).max()) < infinity and int(values.view(unsigned).max()) < sign | infinity
+    return bool(values.view(signed).max() < infinity and values.view(unsigned).max() < sign | infinity)
 
 
 class SaveBuffers:

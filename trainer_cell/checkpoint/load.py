@@ -109,7 +109,8 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
     needed = _needed_parts(stored, with_optimizer, manifest.dtype, context.dtype)
     reader = _reader(context, slot, stored, needed, manifest.dtype)
     with vault_failures():
-        return _Read(manifest, reader.read(directory, manifest, context.memory), with_optimizer, scheduler)
+        parts = reader.read(directory, manifest, context.memory, context.ranks.rank, context.ranks.world)
+    return _Read(manifest, parts, with_optimizer, scheduler)
 
 
 def _reader(

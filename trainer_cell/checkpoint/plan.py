@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from trainer_cell.checkpoint.runs import Placed, find_spans
 from trainer_cell.protocol.commands import AdapterSpec
 from trainer_cell.ranks import Ranks
 from trainer_cell.training.adapter import Adapter, Sharding
@@ -57,7 +58,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """Elements that lie side by side both in a rank's buffer of `part`, from `source` on (elements), and in its file,
     from `target` on (bytes)."""
 
@@ -88,10 +89,10 @@ class SavePlan:
         return layout.image_bytes if layout is not None else 0
 
     @cached_property
-    def runs(self) -> tuple[tuple[Run, ...], ...]:
+    def stretches(self) -> tuple[tuple[Stretch, ...], ...]:
         """Each rank's copies from its buffers into the image of its file."""
         return tuple(
-            tuple(_runs(of_rank, layout)) if layout is not None else ()
+            tuple(_stretches(of_rank, layout)) if layout is not None else ()
             for of_rank, layout in zip(self.pieces, self.layouts, strict=True)
         )
 
@@ -156,24 +157,16 @@ def _spread(wanted: Sequence[Wanted], ranks: Sequence[int], dtype: str) -> Itera
         before += size
 
 
-def _runs(pieces: Sequence[Piece], layout: ShardLayout) -> Iterator[Run]:
-    last: Run | None = None
-    by_key = {piece.key: piece for piece in pieces}
-    for spec in layout.specs:
-        piece, target = by_key[spec.key], layout.index[spec.key].pieces[0].begin
-        if (
-            last is not None
-            and last.part == piece.part
-            and last.source + last.numel == piece.begin
-            and last.target + last.numel * ITEM_BYTES[last.dtype] == target
-        ):
-            last = Run(last.part, last.dtype, last.source, last.numel + piece.numel, last.target)
+def _stretches(pieces: Sequence[Piece], layout: ShardLayout) -> Iterator[Stretch]:
+    for part in PARTS:
+        of_part = [piece for piece in pieces if piece.part == part]
+        if not of_part:
             continue
-        if last is not None:
-            yield last
-        last = Run(piece.part, piece.dtype, piece.begin, piece.numel, target)
-    if last is not None:
-        yield last
+        dtype = of_part[0].dtype
+        records = {piece.key: layout.index[piece.key].pieces[0] for piece in of_part}
+        placed = [Placed(piece.key, records[piece.key].begin, records[piece.key].end, piece.begin) for piece in of_part]
+        for span in find_spans(placed, ITEM_BYTES[dtype]):
+            yield Stretch(part, dtype, span.target, (span.end - span.begin) // ITEM_BYTES[dtype], span.begin)
 
 
 class PlanCache:

@@ -28,10 +28,6 @@ class Span:
     end: int
     target: int
 
-    def values(self, memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-        """1-D, a view of `memory`."""
-        return torch.frombuffer(memory[self.begin : self.end], dtype=dtype)
-
 
 def find_spans(placed: Iterable[Placed], item_bytes: int) -> list[Span]:
     """All tensors that have elements, in as few spans as they lie in."""

@@ -13,10 +13,12 @@ from trainer_cell.checkpoint.plan import part_dtype
 from trainer_cell.checkpoint.runs import Placed, Span, find_spans, is_finite
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.training.adapter import Adapter
-from trainer_cell.vault.manifest import ITEM_BYTES, Manifest
+from trainer_cell.vault.manifest import ITEM_BYTES, Manifest, TensorDType
 from trainer_cell.vault.shard_layout import KeptMemory
 from trainer_cell.vault.verify import TensorReader, Wanted
 
+# Where tensors lie scattered there are many spans; those beyond are checked when all is read.
+_MOST_LOOKED_AT = 64
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
@@ -50,31 +52,60 @@ class SlotReader:
         self._places: Mapping[str, tuple[int, int]] | None = None
         self._spans: dict[str, list[Span]] = {}
 
-    def read(self, directory: Path, manifest: Manifest, memory: KeptMemory) -> dict[str, list[Run]]:
-        """Each part, in `memory`, until that is given to the next. Raises what `TensorReader` raises, and
-        `CommandFailed` (NON_FINITE_STATE) for NaN and infinity."""
-        read, places = self._reader.read(directory, manifest, allocate=memory)
-        if places is not self._places:
-            self._places = places
-            self._spans = {part: self._spans_of(part, places) for part in self._dtypes}
-        return {part: [self._run(read, span, part) for span in spans] for part, spans in self._spans.items()}
+    def read(
+        self, directory: Path, manifest: Manifest, memory: KeptMemory, rank: int = 0, world: int = 1
+    ) -> dict[str, list[Run]]:
+        """Each part, in `memory`, until that is given to the next; `world` ranks read at once.
+
+        Raises what `TensorReader` raises, and `CommandFailed` (NON_FINITE_STATE) for NaN and infinity.
+        """
+        looking: list[_Looking] = []
+
+        def look(read: memoryview, places: Mapping[str, tuple[int, int]]) -> _Looking:
+            if places is not self._places:
+                self._spans = {part: self._spans_of(part, places) for part in self._dtypes}
+                self._places = places
+            looking.append(_Looking(read, self._spans, self._dtypes))
+            return looking[-1]
+
+        self._reader.read(directory, manifest, allocate=memory, look=look, reader=rank, num_readers=world)
+        return {part: [self._run(looking[0], span, part) for span in spans] for part, spans in self._spans.items()}
 
     def _spans_of(self, part: str, places: Mapping[str, tuple[int, int]]) -> list[Span]:
         keys = {name: f"{name}/{part}" for name in self._targets}
         placed = [Placed(key, *places[key], self._targets[name]) for name, key in keys.items()]
         return find_spans(placed, ITEM_BYTES[self._dtypes[part]])
 
-    def _run(self, memory: memoryview, span: Span, part: str) -> Run:
-        dtype = _TORCH_DTYPES[self._dtypes[part]]
-        values = span.values(memory, dtype)
-        if not is_finite(values):
-            tensors = {key: memory[begin:end] for key in span.keys for begin, end in (self._places_of(key),)}
-            key = next(key for key, data in tensors.items() if not is_finite(torch.frombuffer(data, dtype=dtype)))
+    def _run(self, looking: _Looking, span: Span, part: str) -> Run:
+        if not looking.has_found_finite(span, part):
+            assert self._places is not None
+            key = next(key for key in span.keys if not is_finite(looking.values(*self._places[key], part)))
             raise CommandFailed(
                 ErrorKind.NON_FINITE_STATE, f"tensor {key} of the checkpoint holds NaN or infinite values"
             )
-        return Run(values, span.target)
+        return Run(looking.values(span.begin, span.end, part), span.target)
 
-    def _places_of(self, key: str) -> tuple[int, int]:
-        assert self._places is not None
-        return self._places[key]
+
+class _Looking:
+    """Looks for NaN and infinity in each stretch of memory that has been read, while it is in cache."""
+
+    def __init__(self, memory: memoryview, spans: Mapping[str, list[Span]], dtypes: Mapping[str, TensorDType]) -> None:
+        self._memory = memory
+        self._spans, self._dtypes = spans, dtypes
+        self._finite: set[tuple[int, int]] = set()
+
+    def __call__(self, begin: int, end: int) -> None:
+        for part, spans in self._spans.items():
+            for span in spans[:_MOST_LOOKED_AT]:
+                first, last = max(begin, span.begin), min(end, span.end)
+                if first < last and is_finite(self.values(first, last, part)):
+                    self._finite.add((first, last))
+
+    def has_found_finite(self, span: Span, part: str) -> bool:
+        """Of the whole span; what no stretch has held is looked at now."""
+        found = sum(end - begin for begin, end in tuple(self._finite) if span.begin <= begin < span.end)
+        return found == span.end - span.begin or is_finite(self.values(span.begin, span.end, part))
+
+    def values(self, begin: int, end: int, part: str) -> torch.Tensor:
+        """1-D, a view of memory."""
+        return torch.frombuffer(self._memory[begin:end], dtype=_TORCH_DTYPES[self._dtypes[part]])

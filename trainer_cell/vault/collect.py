@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainer_cell.vault.deletion import doom, set_versions_aside, unlink_name
+from trainer_cell.vault.deletion import doom_if_there_is_room, set_versions_aside, unlink_name
 from trainer_cell.vault.errors import NotThere, VaultError
 from trainer_cell.vault.inventory import Inventory, Stored, public_versions, version_names
 from trainer_cell.vault.layout import CheckpointAddress, Vault, VersionName
@@ -175,10 +175,13 @@ class Collector:
         self._inventory.forget(model_id, relied_on(candidates, self.rules) | public)
 
     def _take_name(self, address: CheckpointAddress, due: list[Due], facts: Mapping[VersionName, Stored]) -> None:
-        """Where the version that the name points at goes, the name goes before it."""
+        """Where the version that the name points at goes, the name goes before it; unmarked where the disk is full, for
+        the rules will say the same again."""
         public = next((one for one in due if facts[one.version].is_public), None)
         if public is not None:
-            doom(self._vault, address, {one.version: facts[one.version].record for one in due}, public.reason)
+            doom_if_there_is_room(
+                self._vault, address, {one.version: facts[one.version].record for one in due}, public.reason
+            )
             unlink_name(self._vault, address)
 
 

@@ -7,13 +7,16 @@
 Without the mark nobody could tell, after a crash, the versions of a name that was deleted from a version that was
 frozen and not yet pointed to, which a start-up makes visible. Whatever is marked is removed by the next deletion,
 sweep or start-up. A version on which a reader holds a lease stays until it is let go.
+
+A mark takes room, and deleting must work on a full disk. There the name goes without it, and the versions follow from
+the oldest on: a crash in between leaves the latest, which a start-up brings back; the deletion, which nobody was told
+of, was none then. What has a lease is marked when the others have made room.
 """
 
 from __future__ import annotations
 
-import errno
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,36 +36,49 @@ def delete_checkpoint(vault: Vault, address: CheckpointAddress) -> bool:
 
     Raises `CheckpointPinned` with nothing changed, or `StorageFailed`; a retry is fine.
     """
+    return _delete(vault, address, "deleted", lambda: True)
+
+
+def delete_expired(vault: Vault, address: CheckpointAddress, is_expired: Callable[[], bool]) -> bool:
+    """The same for a checkpoint whose TTL is over. is_expired: asked once nobody can publish under the name any more.
+
+    Raises `CheckpointPinned` with nothing changed, or `StorageFailed`; a retry is fine.
+    """
+    return _delete(vault, address, "expired", is_expired)
+
+
+def _delete(vault: Vault, address: CheckpointAddress, reason: Reason, is_due: Callable[[], bool]) -> bool:
     try:
         lock = vault.lock_model(address.model_id)
     except NotThere:
-        return unlink_name(vault, address)
+        return is_due() and unlink_name(vault, address)
     with lock:
+        if not is_due():
+            return False
         versions = [name for name in version_names(vault, address.model_id) if name.is_of(address)]
         records = {name: read_record(vault, address.model_id, name) for name in versions}
         if any(record.pinned for record in records.values()):
             raise CheckpointPinned(address.uri)
-        is_marked = _doom_if_there_is_room(vault, address, records)
+        is_marked = doom_if_there_is_room(vault, address, records, reason)
         was_there = unlink_name(vault, address)
         gone = set_versions_aside(vault, address.model_id, versions)
         if not is_marked:
             for aside in gone.values():
                 vault.disk.remove_tree(aside)
-            doom(vault, address, {name: records[name] for name in versions if name not in gone}, "deleted")
+            doom(vault, address, {name: records[name] for name in versions if name not in gone}, reason)
     for aside in gone.values():
         vault.disk.remove_tree(aside)
     return was_there
 
 
-def _doom_if_there_is_room(
-    vault: Vault, address: CheckpointAddress, records: dict[VersionName, RetentionRecord]
+def doom_if_there_is_room(
+    vault: Vault, address: CheckpointAddress, records: dict[VersionName, RetentionRecord], reason: Reason
 ) -> bool:
-    """False on a full disk, which a deletion is to make room on: then a crash before its answer may undo it, and what
-    is left behind a lease is marked when the rest is gone."""
+    """As `doom`; False, and some of them marked or none, when the disk is full."""
     try:
-        doom(vault, address, records, "deleted")
+        doom(vault, address, records, reason)
     except StorageFailed as failure:
-        if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not failure.is_no_space:
             raise
         return False
     return True
@@ -97,7 +113,8 @@ def unlink_name(vault: Vault, address: CheckpointAddress) -> bool:
 
 
 def set_versions_aside(vault: Vault, model_id: str, versions: Sequence[VersionName]) -> dict[VersionName, Path]:
-    """Take versions that no name points at out of sight, durably, but for those with a lease; where they are now.
+    """Take versions that no name points at out of sight, durably and in that order, but for those with a lease; where
+    they are now.
 
     The caller holds the model's lock, and removes what is told once it has let go of it: that may take long.
     """

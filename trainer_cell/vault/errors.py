@@ -115,6 +115,10 @@ class StorageFailed(VaultError):
         self.errno = errno
 
     @property
+    def is_no_space(self) -> bool:
+        return self.errno in (errno_names.ENOSPC, errno_names.EDQUOT)
+
+    @property
     def errno_name(self) -> str:
         return errno_names.errorcode.get(self.errno, str(self.errno))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from trainer_cell.vault.errors import CheckpointDamaged, NotThere, StorageFailed
 from trainer_cell.vault.manifest import FileRecord
 from trainer_cell.vault.shard_layout import image_memory, is_worth_direct, whole_pages
 from trainer_cell.vault.side_by_side import run_side_by_side
+
+OnChunk = Callable[[int, int], None]
 
 _THREADS = 2
 
@@ -28,10 +30,19 @@ def chunks_of(spans: Iterable[tuple[int, int]], chunk_size: int) -> list[int]:
     return sorted(found)
 
 
-def read_chunks(path: Path, record: FileRecord, chunks: Iterable[int], image: memoryview | None, disk: Disk) -> None:
+def read_chunks(
+    path: Path,
+    record: FileRecord,
+    chunks: Iterable[int],
+    image: memoryview | None,
+    disk: Disk,
+    on_chunk: OnChunk | None = None,
+    direct: bool = True,
+) -> None:
     """Read these chunks to their places in an image of the file (whole pages of `record.size`); without an image
-    they are only verified. The page cache is passed by where the file system lets.
+    they are only verified. direct: the page cache is passed by where the file system lets.
 
+    on_chunk: told where a verified chunk begins and ends, while it is in cache; by two threads at once.
     Raises `CheckpointDamaged` or `StorageFailed`.
     """
     try:
@@ -39,15 +50,26 @@ def read_chunks(path: Path, record: FileRecord, chunks: Iterable[int], image: me
     except NotThere as error:
         raise CheckpointDamaged(path, "is missing") from error
     with disk.closing(descriptor, path):
-        reading = _Reading(disk, descriptor, path, record, image)
+        reading = _Reading(disk, descriptor, path, record, image, on_chunk, direct)
         run_side_by_side((partial(reading.read, chunk) for chunk in chunks), "shard reader")
 
 
 class _Reading:
-    def __init__(self, disk: Disk, descriptor: int, path: Path, record: FileRecord, image: memoryview | None) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        descriptor: int,
+        path: Path,
+        record: FileRecord,
+        image: memoryview | None,
+        on_chunk: OnChunk | None,
+        direct: bool,
+    ) -> None:
+        self._on_chunk = on_chunk
         self._disk, self._descriptor, self._path = disk, descriptor, path
         self._record, self._image = record, image
-        self._is_direct = is_worth_direct(record.size, record.chunk_size) and disk.set_direct(descriptor, path, True)
+        wants_direct = direct and is_worth_direct(record.size, record.chunk_size)
+        self._is_direct = wants_direct and disk.set_direct(descriptor, path, True)
         scratch_bytes = 0 if image is not None else min(record.chunk_size, record.size)
         self._scratch = deque(image_memory(scratch_bytes) for _ in range(_THREADS))
 
@@ -66,6 +88,8 @@ class _Reading:
             raise CheckpointDamaged(self._path, "is truncated")
         if xxhash.xxh3_128_hexdigest(memory[: end - begin]) != self._record.chunk_digests[chunk]:
             raise CheckpointDamaged(self._path, f"bytes {begin} to {end} do not match their digest")
+        if self._on_chunk:
+            self._on_chunk(begin, end)
 
     def _fill(self, memory: memoryview, offset: int, count: int) -> int:
         if self._is_direct:

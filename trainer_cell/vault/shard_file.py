@@ -131,7 +131,12 @@ class _Writing:
             self._is_direct = self._disk.set_direct(self._descriptor, self._path, True)
             end = whole_pages(end) if self._is_direct else end
         self._disk.allocate(self._descriptor, self._path, end)
-        run_side_by_side(self._tasks(), "shard writer")
+        if self._size > CHUNK_SIZE:
+            run_side_by_side(self._tasks(), "shard writer")
+        else:
+            # One write has nothing to wait beside it but a digest, which takes no longer than a thread's start.
+            for task in self._tasks():
+                task()
         if end != self._size:
             self._disk.truncate(self._descriptor, self._path, self._size)
 

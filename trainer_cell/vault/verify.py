@@ -20,10 +20,12 @@ from trainer_cell.vault.manifest import (
     read_manifest,
 )
 from trainer_cell.vault.read_plan import ReadPlan, Wanted, plan_read
-from trainer_cell.vault.shard_chunks import read_chunks
+from trainer_cell.vault.shard_chunks import OnChunk, read_chunks
 from trainer_cell.vault.shard_layout import image_memory, whole_pages
 
 __all__ = ["TensorReader", "Wanted", "read_tensors", "verify_version"]
+
+Look = Callable[[memoryview, Mapping[str, tuple[int, int]]], OnChunk]
 
 _MOST_PROBLEMS_TOLD = 20
 _WRONG = (CheckpointDamaged, UnsupportedFormat)
@@ -119,21 +121,32 @@ class TensorReader:
         manifest: Manifest,
         disk: Disk = LOCAL_DISK,
         allocate: Callable[[int], memoryview] = image_memory,
+        look: Look | None = None,
+        reader: int = 0,
+        num_readers: int = 1,
     ) -> tuple[memoryview, Mapping[str, tuple[int, int]]]:
         """Memory, and where in it (begin, end) each wanted part is: C order over `Wanted.shape`, aligned to its
         element, every byte read verified. Parts lie there in the order of the files as far as may be; of checkpoints
         of one shape the places are the same object.
 
-        allocate: as `image_memory`. Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or
-        `StorageFailed`.
+        allocate: as `image_memory`. look: given memory and places, what to call with begin and end of every stretch of
+        memory that has been read and verified, while it is in cache; two threads call it at once. reader, num_readers:
+        which of how many processes that read the same now.
+        Raises `TensorsDisagree`, `CheckpointDamaged` (both naming file or tensor) or `StorageFailed`.
         """
         for problem in (*directory_problems(version_dir, manifest, disk), *index_problems(manifest)):
             raise CheckpointDamaged(version_dir, problem)
         plan = self._plan(version_dir, manifest)
         memory = allocate(plan.num_bytes)
+        on_stretch = look(memory, plan.places) if look else None
         for name, (chunks, begin) in plan.files.items():
             record = manifest.files[name]
-            read_chunks(version_dir / name, record, chunks, memory[begin : begin + whole_pages(record.size)], disk)
+            image = memory[begin : begin + whole_pages(record.size)]
+            on_chunk = on_stretch and _shifted(on_stretch, begin)
+            # What one has read, the others find in the page cache: each begins with another part.
+            first = len(chunks) * reader // num_readers
+            ordered = (*chunks[first:], *chunks[:first])
+            read_chunks(version_dir / name, record, ordered, image, disk, on_chunk, direct=num_readers == 1)
         plan.assemble(memory)
         return memory, plan.places
 
@@ -148,6 +161,10 @@ class TensorReader:
         plan = plan_read(manifest, self._wanted)
         self._last = (manifest.tensors, sizes, plan)
         return plan
+
+
+def _shifted(on_stretch: OnChunk, by: int) -> OnChunk:
+    return lambda begin, end: on_stretch(by + begin, by + end)
 
 
 def read_tensors(

@@ -27,26 +27,25 @@ def test_every_piece_of_a_cut_tensor_is_written_and_an_empty_one_is_not() -> Non
         [],
     ]
     assert plan.layouts[2] is None
-    assert plan.runs[2] == ()
+    assert plan.stretches[2] == ()
     assert plan.num_bytes == sum(layout.size for layout in plan.layouts if layout is not None)
 
 
 def test_what_lies_side_by_side_is_captured_in_one_copy_for_each_part() -> None:
-    (runs,) = make_plan([TENSORS], ("weight", "master", "exp_avg"), "bf16").runs
-    assert [(run.part, run.source, run.numel) for run in runs] == [
-        *((part, 0, 320) for part in ("master", "exp_avg")),
-        ("weight", 0, 320),
+    (stretches,) = make_plan([TENSORS], ("weight", "master", "exp_avg"), "bf16").stretches
+    assert [(one.part, one.source, one.numel) for one in stretches] == [
+        (part, 0, 320) for part in ("weight", "master", "exp_avg")
     ]
 
 
 def test_a_gap_between_two_tensors_is_not_captured() -> None:
     gapped: Table = {"a": (WHOLE, 0), "b": (WHOLE, 48)}
-    (runs,) = make_plan([gapped], ("weight",), "fp32").runs
-    assert [(run.source, run.numel) for run in runs] == [(0, 32), (48, 32)]
-    assert runs[1].target - runs[0].target == 32 * 4
+    (stretches,) = make_plan([gapped], ("weight",), "fp32").stretches
+    assert [(one.source, one.numel) for one in stretches] == [(0, 32), (48, 32)]
+    assert stretches[1].target - stretches[0].target == 32 * 4
 
 
 def test_each_of_several_holders_captures_one_run_of_a_part() -> None:
-    first, second = make_plan([TENSORS] * 2, ("weight", "exp_avg"), "fp32").runs
-    assert [(run.part, run.numel) for run in first] == [("weight", 320)]
-    assert [(run.part, run.numel) for run in second] == [("exp_avg", 320)]
+    first, second = make_plan([TENSORS] * 2, ("weight", "exp_avg"), "fp32").stretches
+    assert [(one.part, one.numel) for one in first] == [("weight", 320)]
+    assert [(one.part, one.numel) for one in second] == [("exp_avg", 320)]

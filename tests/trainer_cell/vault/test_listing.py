@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer_cell.vault.checkpoints import ADDRESS, contents, leftovers, load, new_vault, save, tree
 from tests.trainer_cell.vault.disks import Crash, CrashingDisk, FailingDisk, RecordingDisk
-from trainer_cell.vault.deletion import delete_checkpoint
+from trainer_cell.vault.deletion import delete_checkpoint, delete_expired
 from trainer_cell.vault.errors import CheckpointDamaged, StorageFailed
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.listing import Listed, check_identity, find_checkpoint, list_checkpoints
@@ -195,6 +195,16 @@ def test_a_delete_that_the_disk_fails_can_be_repeated(tmp_path: Path) -> None:
         if disk.failed is None:
             return
     raise AssertionError("the sweep did not reach the end of a delete")
+
+
+def test_a_checkpoint_that_was_replaced_before_the_lock_was_had_is_not_deleted_as_expired(tmp_path: Path) -> None:
+    vault = new_vault(tmp_path)
+    save(vault, seed=1)
+    save(vault, seed=2, overwrite=True)
+    assert not delete_expired(vault, ADDRESS, lambda: False)
+    assert load(vault) == contents(2)
+    assert delete_expired(vault, ADDRESS, lambda: True)
+    assert list(vault.versions_dir(ADDRESS.model_id).iterdir()) == []
 
 
 def test_a_leased_version_survives_the_deletion_of_its_name(tmp_path: Path) -> None:

@@ -162,3 +162,22 @@ def test_a_manifest_that_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").symlink_to("elsewhere")
     with pytest.raises(CheckpointDamaged, match="not a regular file"):
         read_manifest(tmp_path)
+
+
+def test_checkpoints_of_one_shape_share_their_tensors_and_others_do_not(tmp_path: Path) -> None:
+    raw = encode_manifest(example())
+    other = encode_manifest(msgspec.structs.replace(example(), step=5))
+    read = decode_manifest(raw, PATH)
+    assert decode_manifest(other, PATH).tensors is read.tensors
+    assert decode_manifest(other, PATH).step == 5
+    renamed = msgspec.structs.replace(example(), tensors={"b": example().tensors["a.lora_A.weight/weight"]})
+    assert list(decode_manifest(encode_manifest(renamed), PATH).tensors) == ["b"]
+
+
+def test_tensors_that_break_the_format_are_refused_also_where_the_digest_is_right() -> None:
+    body = encode_manifest(example()).rpartition(b',\n  "manifest_digest"')[0]
+    for wrong in (body.replace(b'"dtype":"F32"', b'"dtype":"F31"'), body.replace(b'"shape":[1,3]', b'"shape":[1,3}')):
+        assert wrong != body
+        raw = wrong + f',\n  "manifest_digest": "{xxhash.xxh3_128_hexdigest(wrong)}"\n}}\n'.encode()
+        with pytest.raises(CheckpointDamaged, match="does not read"):
+            decode_manifest(raw, PATH)

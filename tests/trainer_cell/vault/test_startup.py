@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import xxhash
@@ -32,6 +34,8 @@ from trainer_cell.vault.quarantine import empty_quarantine, list_quarantined
 from trainer_cell.vault.retention_record import RetentionRecord, read_record, write_records
 from trainer_cell.vault.startup import Outcome, RecoveryReport, recover
 from trainer_cell.vault.verify import verify_version
+
+T = TypeVar("T")
 
 
 def known(command_id: str) -> Outcome | None:
@@ -184,6 +188,58 @@ def test_a_deletion_that_died_at_any_call_is_never_undone_by_a_start(tmp_path: P
         assert leftovers(vault) == []
         outcomes.add((was_there, is_there))
     assert outcomes == {(True, True), (True, False), (False, False)}
+
+
+class FullDisk(UnsyncedDisk):
+    """Nothing new fits."""
+
+    def call(self, operation: str, path: Path, act: Callable[[], T]) -> T:
+        if operation in ("create", "mkdir", "write", "allocate"):
+            raise StorageFailed(operation, path, errno.ENOSPC)
+        return super().call(operation, path, act)
+
+
+class DyingFullDisk(CrashingDisk, FullDisk):
+    pass
+
+
+def overwritten_once(root: Path) -> Vault:
+    vault = new_vault(root, UnsyncedDisk())
+    for seed in (1, 2):
+        save(vault, named("n"), seed=seed, overwrite=True)
+    return vault
+
+
+def test_on_a_full_disk_a_deletion_works_and_one_that_died_was_none_or_is_done(tmp_path: Path) -> None:
+    counted = overwritten_once(tmp_path / "counted")
+    assert delete_checkpoint(Vault(counted.root, FullDisk()), named("n"))
+    assert list(counted.versions_dir(MODEL).iterdir()) == []
+    outcomes = set()
+    for at in itertools.count():
+        vault = overwritten_once(tmp_path / str(at))
+        try:
+            delete_checkpoint(Vault(vault.root, DyingFullDisk(at)), named("n"))
+            break
+        except Crash:
+            recover(vault)
+            held = load(vault, named("n"))
+            assert held in (contents(2), None), f"died before call {at}: an older version came up"
+            outcomes.add(held is None)
+    assert outcomes == {False, True}
+
+
+def test_on_a_full_disk_what_is_being_read_is_marked_as_soon_as_there_is_room(tmp_path: Path) -> None:
+    vault = overwritten_once(tmp_path)
+    lease = vault.lease(vault.resolve(named("n")) or "")
+    assert lease is not None
+    with lease:
+        with pytest.raises(StorageFailed):
+            delete_checkpoint(Vault(tmp_path, FullDisk()), named("n"))
+        assert load(vault, named("n")) is None
+        assert not delete_checkpoint(vault, named("n"))
+        recover(vault)
+        assert load(vault, named("n")) is None
+    assert found(recover(vault)) == {("deleted", "n")}
 
 
 def test_without_the_mark_a_deleted_checkpoint_would_come_back(tmp_path: Path) -> None:

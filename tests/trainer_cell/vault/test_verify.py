@@ -240,3 +240,15 @@ def test_a_disk_that_cannot_read_is_a_storage_failure_and_not_damage(tmp_path: P
 def test_a_version_that_is_not_there_is_told(tmp_path: Path) -> None:
     vault = Vault(tmp_path)
     assert verify_version(vault.root / "nowhere") == ["nowhere: manifest.json is missing"]
+
+
+def test_an_index_found_sound_is_not_taken_for_sound_with_other_files(tmp_path: Path) -> None:
+    _, manifest = saved(tmp_path)
+    for _ in range(2):
+        assert list(index_problems(manifest)) == []
+        name, record = next(iter(manifest.files.items()))
+        longer = msgspec.structs.replace(record, size=record.size + 1)
+        other = msgspec.structs.replace(manifest, files={**manifest.files, name: longer})
+        assert [problem for problem in index_problems(other) if name in problem]
+        fewer = msgspec.structs.replace(manifest, files={name: record})
+        assert list(index_problems(fewer))

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from trainer_cell.checkpoint.formats.errors import FormatRefused
 from trainer_cell.checkpoint.formats.run import Imported, ImportJob, run_export, run_import
-from trainer_cell.protocol.errors import ErrorKind
+from trainer_cell.protocol.commands import ByteQuota
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.training.base_models import BaseUnavailable, default_cache
 from trainer_cell.training.model_shape import UnsupportedBase
 from trainer_cell.training.safetensors_files import DamagedBase
@@ -39,12 +40,13 @@ _KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    # What megatron-core has to say of kernels that are not installed is no news here.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # What megatron-core and torch have to say of kernels and devices that are not there is no news here.
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     try:
         said, told = _import(options) if options.command == "import" else _export(options)
-    except FormatRefused as refused:
+    except (FormatRefused, CommandFailed) as refused:
         return _refuse(options, refused.kind, str(refused))
     except tuple(kind for kind, _ in _KINDS) as error:
         kind = next(kind for of_error, kind in _KINDS if isinstance(error, of_error))
@@ -68,6 +70,9 @@ def _import(options: argparse.Namespace) -> tuple[str, dict[str, object]]:
             with_optimizer=not (options.weights_only or options.no_load_optim),
             trust_pickle=options.trust_pickle,
             within=options.within,
+            quota=None if options.quota is None else ByteQuota(*options.quota),
+            iteration=options.iteration,
+            weights=options.weights,
         )
     )
     if not options.json:
@@ -118,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     imports.add_argument("--cache", type=Path, default=default_cache())
     imports.add_argument("--alpha", type=float)
     imports.add_argument("--within", type=Path)
+    imports.add_argument("--iteration", type=int, default=0)
+    imports.add_argument("--weights", type=Path)
+    imports.add_argument("--quota", type=int, nargs=2, metavar=("USED", "LIMIT"))
     for switch in ("--overwrite", "--weights-only", "--no-load-optim", "--trust-pickle"):
         imports.add_argument(switch, action="store_true")
     exports = commands.add_parser("export")

@@ -26,10 +26,11 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Counters:
-    """step: Adam's; iteration: optimizer steps in the model's life; adam_params: of the last step, where told."""
+    """step: Adam's; iteration: optimizer steps in the model's life; adam_params: of the last step; None where it is
+    not told."""
 
     step: int = 0
-    iteration: int = 0
+    iteration: int | None = None
     adam_params: AdamParams | None = None
     scheduler: SchedulerState | None = None
 

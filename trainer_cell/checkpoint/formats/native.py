@@ -120,14 +120,12 @@ def _training_states(source: Source, grid: Grid) -> tuple[Counters, dict[tuple[i
         wanted = model_ranks * (grid.data or 1)
         raise SourceDamaged(f"{len(files)} files training_state_rank*.pt: there must be {wanted}, some are missing")
     states = {rank: _state(source, file) for rank, file in files.items()}
-    first = states[0]
+    first, counters = states[0], _counters(states[0], files[0])
     for rank, state in states.items():
-        for field in ("iteration", "opt_param_scheduler"):
-            if state.get(field) != first.get(field):
-                raise SourceDamaged(f"{files[rank]}: {field} is not that of {files[0]}")
+        if _counters(state, files[rank]) != counters:
+            raise SourceDamaged(f"{files[rank]}: iteration or scheduler is not that of {files[0]}")
         if (state.get("optimizer") is None) != (first.get("optimizer") is None):
             raise SourceDamaged(f"{files[rank]}: one of it and {files[0]} holds an optimizer, the other does not")
-    counters = Counters(iteration=_iteration(first, files[0]), scheduler=scheduler_of(first.get("opt_param_scheduler")))
     if first.get("optimizer") is None:
         return counters, None
     optimizers = {
@@ -145,13 +143,11 @@ def _state(source: Source, file: str) -> dict[str, Any]:
     return state
 
 
-def _iteration(state: Mapping[str, Any], file: str) -> int:
+def _counters(state: Mapping[str, Any], file: str) -> Counters:
     iteration = state["iteration"]
-    if iteration is None:
-        return 0
-    if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+    if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
         raise SourceDamaged(f"{file}: iteration is {iteration!r}")
-    return iteration
+    return Counters(iteration=iteration, scheduler=scheduler_of(state.get("opt_param_scheduler")))
 
 
 def _optimizer(

@@ -11,6 +11,7 @@ import torch
 from trainer_cell.checkpoint.formats.foreign import Foreign
 from trainer_cell.checkpoint.manifest_of import library_versions
 from trainer_cell.checkpoint.plan import part_dtype
+from trainer_cell.protocol.commands import ByteQuota
 from trainer_cell.protocol.outcomes import Layout
 from trainer_cell.training.adapter_names import target_modules
 from trainer_cell.vault.errors import StorageFailed, VaultError
@@ -27,22 +28,30 @@ _ONE_PROCESS = Layout(world=1, tensor=1, pipeline=1, data=1)
 
 @dataclass(frozen=True)
 class Destination:
-    """Under which name and for whom an import is published, and over which base model it is."""
+    """Under which name and for whom an import is published, and over which base model it is. quota: the tenant's;
+    iteration: where the import does not tell its own."""
 
     address: CheckpointAddress
     overwrite: bool
     tenant_digest: str
     base_model: str
     base_digest: str
+    quota: ByteQuota | None = None
+    iteration: int = 0
 
 
 def publish(vault: Vault, foreign: Foreign, destination: Destination) -> tuple[str, Manifest]:
-    """The version, visible and durable, and its manifest. Raises `VaultError`, with nothing left behind."""
+    """The version, visible and durable, and its manifest.
+
+    Raises `VaultError`, or `CommandFailed` (QUOTA_EXCEEDED), with nothing left behind.
+    """
     epoch = f"import-{new_ulid()}"
     pieces = _pieces(foreign)
+    num_bytes = sum(memoryview(piece.data).nbytes for piece in pieces)
+    if destination.quota is not None:
+        destination.quota.check(num_bytes)
     with vault.hold_epoch(epoch):
         try:
-            num_bytes = sum(memoryview(piece.data).nbytes for piece in pieces)
             staging = begin(vault, destination.address, destination.overwrite, num_bytes, epoch)
             return _write(vault, staging, pieces, foreign, destination)
         finally:
@@ -70,7 +79,7 @@ def _write(
         base_digest=destination.base_digest,
         adapter=foreign.spec,
         targets=target_modules(foreign.spec),
-        iteration=counters.iteration,
+        iteration=destination.iteration if counters.iteration is None else counters.iteration,
         step=counters.step,
         has_optimizer=foreign.has_optimizer,
         has_scheduler=counters.scheduler is not None,

@@ -11,6 +11,7 @@ from trainer_cell.checkpoint.formats.errors import UnknownFormat
 from trainer_cell.checkpoint.formats.peft_export import write_peft
 from trainer_cell.checkpoint.formats.stored import open_stored
 from trainer_cell.checkpoint.formats.target import new_directory
+from trainer_cell.protocol.commands import ByteQuota
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.manifest import Manifest
 from trainer_cell.vault.point import check_name
@@ -29,7 +30,8 @@ class ImportJob:
     """source: a directory; format: None lets its content tell; base_model: a name or directory, prepared in `cache`.
 
     with_optimizer: False leaves moments and masters behind; iteration and scheduler come along all the same.
-    within: the source and all its files must lie there; trust_pickle: unpickle whatever there is.
+    within: the source and all its files must lie there; trust_pickle: unpickle whatever there is; quota: the tenant's.
+    iteration: of a source that does not tell. weights: a Megatron checkpoint that has the base model's.
     """
 
     source: Path
@@ -44,6 +46,9 @@ class ImportJob:
     with_optimizer: bool
     trust_pickle: bool
     within: Path | None
+    quota: ByteQuota | None = None
+    iteration: int = 0
+    weights: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -60,22 +65,30 @@ class Imported:
 
 
 def run_import(job: ImportJob) -> Imported:
-    """Raises `FormatRefused`, `VaultError`, `BaseUnavailable`, `DamagedBase`, `UnsupportedBase`, and leaves nothing."""
+    """Import as told, whole or not at all.
+
+    Raises `FormatRefused`, `CommandFailed` (QUOTA_EXCEEDED), `VaultError`, `BaseUnavailable`, `DamagedBase`,
+    `UnsupportedBase` or `OSError`.
+    """
     vault = Vault(job.root)
     vault.create()
     check_name(vault, job.address, job.overwrite)
     # From here on torch is needed, which takes seconds to import; a name that is taken does not wait for it.
     from trainer_cell.checkpoint.formats.publish_foreign import Destination, publish
     from trainer_cell.checkpoint.formats.source import Source
-    from trainer_cell.training.base_models import identify, prepare
+    from trainer_cell.training.base_models import identify, prepare, prepare_weights
     from trainer_cell.training.model_shape import read_shape
 
     source = Source(job.source, job.trust_pickle, job.within)
     chosen = job.format or format_of(source.names)
     base = prepare(job.base_model, job.cache)
+    if job.weights is not None:
+        base = prepare_weights(base, job.weights, job.cache)
     shape, (base_name, base_digest) = read_shape(base), identify(base)
     foreign = _read(chosen, source, shape, base_digest, job)
-    destination = Destination(job.address, job.overwrite, job.tenant_digest, base_name, base_digest)
+    destination = Destination(
+        job.address, job.overwrite, job.tenant_digest, base_name, base_digest, job.quota, job.iteration
+    )
     version, manifest = publish(vault, foreign, destination)
     return Imported(
         uri=job.address.uri,

@@ -51,7 +51,7 @@ def imported(root: Path) -> State:
     return read_state(root, ADDRESS.uri)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
 def test_weights_masters_moments_and_counters_come_in_bit_for_bit(
     tmp_path: Path, root: Path, tiny: Path, shape: ModelShape, job: Job, dtype: str
@@ -114,6 +114,15 @@ def test_an_optimizer_that_has_not_stepped_has_zero_moments(
     found = imported(root)
     assert found.part("master") == {k: v for k, v in stored_bytes(state).items() if k.endswith("/master")}
     assert not any(any(data) for part in ("exp_avg", "exp_avg_sq") for data in found.part(part).values())
+
+
+def test_an_fp32_optimizer_keeps_no_masters_of_its_own(
+    tmp_path: Path, root: Path, tiny: Path, shape: ModelShape
+) -> None:
+    state = random_state(tiny, dtype="fp32")
+    write_native(tmp_path / "job", state, shape, Job(tp=2))
+    import_job(tmp_path / "job", root, tiny)
+    assert imported(root).tensors == stored_bytes(state)
 
 
 def test_half_precision_weights_become_fp32_ones_of_the_same_values(
@@ -292,7 +301,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Any], object] | None, type[FormatRefuse
     "an iteration that is none": ("training_state_rank*.pt", lambda s: s.update(iteration=-1), SourceDamaged, "-1"),
     "a scheduler with a tensor": (
         "training_state_rank*.pt",
-        lambda s: s.update(opt_param_scheduler={"max_lr": None}),
+        lambda s: s.update(opt_param_scheduler={"max_lr": torch.ones(2)}),
         Incompatible,
         "max_lr",
     ),

@@ -29,7 +29,8 @@ from trainer_cell.checkpoint.formats.errors import (
     SourceDamaged,
     UnknownFormat,
 )
-from trainer_cell.protocol.commands import AdapterSpec
+from trainer_cell.protocol.commands import AdapterSpec, ByteQuota
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -187,3 +188,14 @@ def test_a_directory_of_something_else_is_no_checkpoint(tmp_path: Path, root: Pa
         with pytest.raises(UnknownFormat):
             import_job(source, root, tiny)
     assert left_in(root) == []
+
+
+def test_a_tenants_quota_holds_for_imports(tmp_path: Path, root: Path, tiny: Path) -> None:
+    state = random_state(tiny)
+    write_peft_files(tmp_path / "adapter", state)
+    num_bytes = sum(len(data) for data in stored_bytes(state, ("weight",)).values())
+    with pytest.raises(CommandFailed) as failed:
+        import_job(tmp_path / "adapter", root, tiny, quota=ByteQuota(1000, 1000 + num_bytes - 1))
+    assert failed.value.kind is ErrorKind.QUOTA_EXCEEDED
+    assert left_in(root) == []
+    import_job(tmp_path / "adapter", root, tiny, quota=ByteQuota(1000, 1000 + num_bytes))
