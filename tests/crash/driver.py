@@ -30,6 +30,8 @@ from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.startup import recover
 from trainer_cell.vault.verify import Wanted, read_tensors
 
+_AT_THE_GATE = b"."
+
 
 def load(vault: Vault) -> int | None:
     """The seed of what a load reads; unlike `state_of` it fails as the vault does."""
@@ -80,13 +82,13 @@ def act(job: dict[str, Any]) -> object:
 
 
 def in_child(job: dict[str, Any], gate: int, out: int) -> None:
+    """From the first byte that it says, the child makes no call but its action's."""
+    os.writev(out, [_AT_THE_GATE])
     os.readv(gate, [bytearray(1)])
     try:
         said: dict[str, Any] = {"done": act(job)}
     except VaultError as error:
         said = {"failed": type(error).__name__, "text": str(error)}
-    except Exception as error:
-        said = {"untyped": type(error).__name__, "text": str(error)}
     os.writev(out, [json.dumps(said).encode()])
     os._exit(0)
 
@@ -101,6 +103,7 @@ def run(job: dict[str, Any]) -> None:
         in_child(job, gate, out)
     os.close(gate)
     os.close(out)
+    assert os.read(back, 1) == _AT_THE_GATE
     say(str(child))
     sys.stdin.readline()
     with suppress(BrokenPipeError):  # killed already
@@ -112,6 +115,8 @@ def run(job: dict[str, Any]) -> None:
     answer = json.loads(said) if said else {}
     if os.WIFSIGNALED(status):
         answer["signal"] = os.WTERMSIG(status)
+    elif status != 0:
+        answer["untyped"] = "its traceback is on standard error"
     say(json.dumps(answer))
 
 
