@@ -209,6 +209,8 @@ class Turns:
 
     def _on_lost(self, hello: Hello) -> None:
         self._epoch.lose(hello)
+        if self.is_stopping:
+            return  # what still waits has no answer from this gateway
         for queue in self._queues.values():
             self.advance(queue)
 

@@ -36,7 +36,7 @@ class SaveBuffer:
             self._bytes = torch.frombuffer(image_memory(num_bytes), dtype=torch.uint8)
         # So that its pages are there before the first capture: fresh ones cost several times the copy.
         self._bytes.zero_()
-        self.size = self._bytes.numel()
+        self.size: int = self._bytes.numel()
 
     def capture(self, plan: SavePlan, rank: int, slot: Slot) -> None:
         """Copy this rank's part of the slot into the image of its file; nothing for a rank that writes none."""
@@ -76,8 +76,7 @@ def _is_finite(values: NDArray[np.uint8], dtype: str) -> bool:
     signed, unsigned = _INTEGERS[dtype]
     infinity = _INFINITY[dtype]
     sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
-    highest, lowest = int(values.view(signed).max()), int(values.view(unsigned).max())
-    return bool(highest < infinity) and bool(lowest < sign | infinity)
+    return int(values.view(signed).max()) < infinity and int(values.view(unsigned).max()) < sign | infinity
 
 
 class SaveBuffers:
