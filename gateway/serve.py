@@ -58,6 +58,7 @@ def plan_of(
         options = ["--base-model", base_model, "--gateway-socket", str(gateway_socket)]
         options += ["--checkpoints", str(settings.checkpoint_root), "--cache", str(settings.cache)]
         options += ["--slots", str(settings.slots), "--max-lora-rank", str(settings.max_lora_rank)]
+        options += ["--save-buffers", str(settings.save_buffers), "--save-memory-mb", str(settings.save_memory_mb)]
         options += layout
         if settings.dtype is not None:
             options += ["--dtype", settings.dtype]

@@ -170,6 +170,8 @@ class ServeSettings(GatewaySettings):
         False, description="loads never restore the optimizer, whatever a request says"
     )
     no_save_optim: CliToggleFlag[bool] = Field(False, description="checkpoints hold the weights alone")
+    save_buffers: int = Field(32, ge=1, description="most saves written at once; each has a copy of its model's state")
+    save_memory_mb: int = Field(2048, ge=1, description="most memory of each rank for those copies, in MiB")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
     lora_adapter_path: str | None = Field(
         None, min_length=1, description="checkpoint to start with as model startup:train:0: a directory or an address"
