@@ -27,7 +27,7 @@ from trainer_cell.vault.publish import abandon, begin, finish, sweep_staging
 from trainer_cell.vault.quarantine import list_quarantined
 from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.shard_file import TensorPiece, write_shard
-from trainer_cell.vault.startup import recover
+from trainer_cell.vault.startup import OutcomeOf, recover
 from trainer_cell.vault.verify import Wanted, read_tensors, verify_version
 
 ADDRESS = CheckpointAddress("s-1:train:0", "weights", "n")
@@ -151,7 +151,7 @@ def check_recovery(
             _settle(vault, pending, found)
         _sweep(vault)
         demand({at: state_of(vault, at) for at in allowed} == found, "recovery has changed what a name holds")
-        _start(vault, allowed, found)
+        _start(vault, allowed, found, failed)
         _check_list(vault, found)
         _go_on(vault, found)
     except VaultError as error:
@@ -187,11 +187,15 @@ def _settle(vault: Vault, pending: Pending, found: dict[CheckpointAddress, State
 
 def _start_up(vault: Vault, allowed: Allowed, failed: Collection[str]) -> dict[CheckpointAddress, State]:
     for _ in range(2):
-        report = recover(vault, lambda command_id: "failed" if command_id in failed else None)
+        report = recover(vault, _outcomes(failed))
         demand(report.errors == (), f"start-up: {report.errors}")
     demand(report.findings == (), f"a second start-up finds {report.findings}")
     demand(list(list_quarantined(vault)) == [], "a start-up has put something into quarantine")
     return check_states(vault, allowed)
+
+
+def _outcomes(failed: Collection[str]) -> OutcomeOf:
+    return lambda command_id: "failed" if command_id in failed else None
 
 
 def _sweep(vault: Vault) -> None:
@@ -200,11 +204,13 @@ def _sweep(vault: Vault) -> None:
     demand(sweep_staging(vault) == [], "a second sweep finds something")
 
 
-def _start(vault: Vault, allowed: Allowed, found: dict[CheckpointAddress, State]) -> None:
-    """A start-up has only deletions to end: a name that was gone stays gone, another keeps what it held."""
-    report = recover(vault)
+def _start(vault: Vault, allowed: Allowed, found: dict[CheckpointAddress, State], failed: Collection[str]) -> None:
+    """A start-up has only deletions and failed saves to end: a name that was gone stays gone, another keeps what it
+    held."""
+    report = recover(vault, _outcomes(failed))
     demand(report.errors == (), f"a start-up fails: {report.errors}")
-    demand({finding.what for finding in report.findings} <= {"deleted"}, f"a start-up did more: {report.findings}")
+    done = {finding.what for finding in report.findings}
+    demand(done <= {"deleted", "collected"}, f"a start-up did more: {report.findings}")
     for address, before in found.items():
         found[address] = state_of(vault, address)
         demand(

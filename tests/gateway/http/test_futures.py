@@ -85,7 +85,7 @@ def test_a_poll_says_how_far_a_save_is_and_why_another_waits(gateway: RunningGat
         "queue_state_reason": reason,
     }
     assert gateway.alice.get(f"/v1/operations/{waiting}")["waiting_for"] == reason
-    assert gateway.alice.get(f"/v1/operations/{saving}")["progress"] == {"bytes_done": 0, "bytes_total": 1}
+    assert gateway.alice.get(f"/v1/operations/{saving}")["progress"] == {"bytes_done": 0, "bytes_total": 96}
     hold.release()
 
 
