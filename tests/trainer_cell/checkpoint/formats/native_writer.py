@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from tests.trainer_cell.checkpoint.formats.states import pair
 from trainer_cell.checkpoint.formats.foreign import Foreign, Tensors
-from trainer_cell.training.model_shape import ModelShape
+from trainer_cell.training.model_shape import ModelShape, read_shape
 from trainer_cell.training.projections import fuse
 
 # (megatron module, projections, whether its output is what tensor parallelism cuts)
@@ -136,3 +137,14 @@ def _fused(shape: ModelShape, module: str, parts: list[torch.Tensor], job: Job) 
     if module.endswith("linear_qkv"):
         return fuse(parts, shape.kv_heads, 0)
     return torch.cat([part.chunk(job.tp, 0)[tp] for tp in range(job.tp) for part in parts])
+
+
+def shape_of(base: Path) -> ModelShape:
+
+    return read_shape(base)
+
+
+def change(file: Path, how: Callable[[Any], object]) -> None:
+    content = torch.load(file, weights_only=True)
+    how(content)
+    torch.save(content, file)
