@@ -6,6 +6,7 @@ looks at the whole root and takes the lock of the root: a running service collec
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,8 +20,8 @@ from gateway.scheduling.identity import timestamp
 from gateway.settings import RetentionSettings, StateSettings
 from trainer_cell.vault.collect import Collector, Due
 from trainer_cell.vault.deletion import delete_checkpoint
-from trainer_cell.vault.errors import VaultError
-from trainer_cell.vault.layout import CheckpointAddress, Vault
+from trainer_cell.vault.errors import VaultError, VaultLocked
+from trainer_cell.vault.layout import CheckpointAddress, InvalidAddress, Vault
 from trainer_cell.vault.lifetime import pin, unpin
 from trainer_cell.vault.listing import Listed, list_checkpoints
 from trainer_cell.vault.quarantine import Quarantined, empty_quarantine, list_quarantined
@@ -92,14 +93,28 @@ class VerifyCheckpoints(StateSettings):
         if self.all == bool(self.paths):
             sys.exit("cellgate: give either paths or --all")
         addresses = [listed.address.uri for listed in list_checkpoints(vault)] if self.all else self.paths
-        num_damaged = sum(not self._is_good(vault, address) for address in addresses)
-        sys.stdout.write(f"{len(addresses)} checked, {num_damaged} damaged\n")
-        sys.exit(1 if num_damaged else 0)
+        missing = [address for address in addresses if not self._is_there(vault, address)]
+        there = [address for address in addresses if address not in missing]
+        num_damaged = sum(not self._is_good(vault, address) for address in there)
+        not_found = f", {len(missing)} not found" if missing else ""
+        sys.stdout.write(f"{len(there)} checked, {num_damaged} damaged{not_found}\n")
+        sys.exit(1 if num_damaged or missing else 0)
+
+    def _is_there(self, vault: Vault, address: str) -> bool:
+        try:
+            is_there = os.path.lexists(_directory(vault, address))
+            reason = "there is no checkpoint"
+        except InvalidAddress as error:
+            is_there, reason = False, str(error)
+        except VaultError:
+            is_there = True  # something is, and it is no checkpoint
+        if not is_there:
+            sys.stdout.write(f"{address}: {reason}\n")
+        return is_there
 
     def _is_good(self, vault: Vault, address: str) -> bool:
         try:
-            directory = _directory(vault, address)
-            problems = verify_version(directory, deep=self.deep) if directory.exists() else ["there is no checkpoint"]
+            problems = verify_version(_directory(vault, address), deep=self.deep)
         except VaultError as error:
             problems = [str(error)]
         sys.stdout.write("".join(f"{address}: {line}\n" for line in problems or ["good"]))
@@ -122,6 +137,8 @@ class CollectCheckpoints(RetentionSettings):
 
     def cli_cmd(self) -> None:
         vault = Vault(self.checkpoint_root)
+        if not vault.root.is_dir():
+            sys.exit(f"cellgate: there is no checkpoint root {vault.root}")
         collector = Collector(vault, self.rules)
         try:
             if self.dry_run:
@@ -135,6 +152,8 @@ class CollectCheckpoints(RetentionSettings):
                 due, errors = list(collected.removed), list(collected.errors)
                 for kept in collected.kept:
                     sys.stderr.write(f"in use, stays for now: {_due(kept)}\n")
+        except VaultLocked:
+            sys.exit("cellgate: a service runs on this root and collects by itself; stop it, or use --dry-run")
         except VaultError as error:
             sys.exit(f"cellgate: {error}")
         for line in [*map(_due, due), *map(_quarantined, removed)]:

@@ -81,12 +81,12 @@ def test_verify_wants_paths_or_all_and_not_both(tmp_path: Path) -> None:
     assert run("checkpoints", "verify", "--all", str(tmp_path), "--checkpoints", str(tmp_path)) == 1
 
 
-def test_what_is_no_checkpoint_is_told_as_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_told_apart_from_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     absent = "tinker://model/weights/absent"
     assert run("checkpoints", "verify", absent, "tinker://oops", "--checkpoints", str(tmp_path)) == 1
     told = capsys.readouterr().out
     assert f"{absent}: " in told
-    assert "2 checked, 2 damaged" in told
+    assert "0 checked, 0 damaged, 2 not found" in told
 
 
 def test_a_listing_tells_step_size_times_pin_and_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

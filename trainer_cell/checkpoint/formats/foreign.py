@@ -83,7 +83,7 @@ def spec_of(kinds: Iterable[str], rank: int, alpha: float) -> AdapterSpec:
         if switches[switch] and not found >= set(of_switch):
             raise Incompatible(
                 f"targets: the adapter sits on {told(sorted(found & set(of_switch)))} and not on "
-                f"{told(sorted(set(of_switch) - found))}; {switch} means all of them"
+                f"{told(sorted(set(of_switch) - found))}; here it sits on all of them or on none"
             )
     unknown = found - {kind for of_switch in TARGETS.values() for kind in of_switch}
     if unknown or not found:

@@ -108,6 +108,8 @@ def _modules(weights: Mapping[str, torch.Tensor], rank: int) -> set[str]:
     modules = set()
     for name, tensor in weights.items():
         match = _NAME.fullmatch(name)
+        if match is None and ".base_layer." in name:
+            raise Incompatible(f"{name}: a copy of the base model's; save the adapter with save_embedding_layers=False")
         if match is None:
             raise Incompatible(f"{name}: no tensor of an adapter that is supported")
         own = tensor.size(0 if match[2] == "A" else 1) if tensor.dim() == 2 else None
@@ -130,6 +132,8 @@ def _check_targets(targets: Any, modules: Iterable[str], features: Iterable[str]
         meant = {m for m in features for target in targets if m == target or m.endswith(f".{target}")}
     else:
         raise Incompatible(f"{CONFIG}: target_modules is {targets!r}, not a list of names or a pattern")
+    if foreign := sorted(set(modules) - set(features)):
+        raise Incompatible(f"{told(foreign)}: the base model has no such modules; the adapter is of another one")
     missing, surplus = sorted(meant - set(modules)), sorted(set(modules) - meant)
     if missing:
         raise SourceDamaged(f"missing tensors: target_modules in {CONFIG} means {told(missing)} too")
