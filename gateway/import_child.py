@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from gateway.scheduling.requests import ImportRequest
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import StateSaved
 from trainer_cell.vault.errors import StorageFailed
+from trainer_cell.vault.layout import CheckpointAddress
 
 
 class _Imported(msgspec.Struct, frozen=True):
@@ -38,6 +40,7 @@ class ImportChild:
 
     async def run(self, tenant: str, model_id: str, request: ImportRequest) -> StateSaved | CommandFailed:
         """Pickles are never trusted here. When this is cancelled the process is killed."""
+        await asyncio.to_thread(self._catalog.clear_name, CheckpointAddress(model_id, "weights", request.name))
         try:
             quota = await self._quota(tenant)
         except StorageFailed as error:

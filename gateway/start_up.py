@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import xxhash
+
 from gateway.format_commands import formats_command, formats_environment
 from gateway.scheduling.identity import model_id_of, tenant_digester
 from gateway.scheduling.start_up import SESSION_ID
 from gateway.settings import TRACKER, ServeSettings
 from gateway.state_directory import StateDirectory
-from trainer_cell.vault.adopt import adopt_version
+from trainer_cell.vault.adopt import adopt_version, content_of, names_for
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 MODEL_ID = model_id_of(SESSION_ID, 0)
 
-# The name of what came in from another format; a start with the same option puts a new one in its place.
-_IMPORTED = "imported"
 _RELEASE = "release"
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
@@ -91,12 +91,19 @@ def start_up_address(
 def _import_older(
     settings: ServeSettings, vault: Vault, source: Path, tenant_digest: str, weights: Path | None, iteration: int
 ) -> CheckpointAddress:
-    """Have a directory in another format imported as a checkpoint of `MODEL_ID`, over the weights in force.
+    """Have a directory in another format imported as a checkpoint of `MODEL_ID`, over the weights in force; what was
+    imported before, from the same files for the same base, is found again.
 
     Reading those formats needs torch: a child process does it. Raises `StartUpRefused`.
     """
-    address = CheckpointAddress(MODEL_ID, "weights", _IMPORTED)
-    arguments = ["import", str(source), "--json", "--overwrite", "--model-id", MODEL_ID, "--name", _IMPORTED]
+    told = _digest_of(source, settings.base_model, str(weights), str(iteration), tenant_digest)
+    for address in names_for(MODEL_ID, f"imported-{told}"):
+        found = content_of(vault, address)
+        if isinstance(found, Manifest) and found.command_id.startswith("import-"):
+            return address
+        if found == "nothing":
+            break
+    arguments = ["import", str(source), "--json", "--model-id", MODEL_ID, "--name", address.name]
     arguments += ["--base-model", settings.base_model, "--cache", str(settings.cache)]
     arguments += ["--tenant-digest", tenant_digest, "--checkpoints", str(vault.root), "--iteration", str(iteration)]
     arguments += ["--weights", str(weights)] if weights is not None else []
@@ -108,6 +115,20 @@ def _import_older(
     last = (done.stdout.strip() or "{}").splitlines()[-1]
     reason = json.loads(last).get("message", f"its import ended with status {done.returncode}")
     raise StartUpRefused(f"--lora-adapter-path {source}: {reason}")
+
+
+def _digest_of(source: Path, *words: str) -> str:
+    """Of the files of a directory, and of what else decides what an import makes of them."""
+    digest = xxhash.xxh3_64("\0".join(words).encode())
+    try:
+        for file in sorted(path for path in source.iterdir() if path.is_file()):
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as stream:
+                while chunk := stream.read(1 << 24):
+                    digest.update(chunk)
+    except OSError as error:
+        raise StartUpRefused(f"--lora-adapter-path {source} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def _source(vault: Vault, given: str) -> Path:

@@ -13,7 +13,8 @@ from gateway.http.models import accepted, check_optimizer
 from gateway.http.rejection import or_rejected
 from gateway.scheduling.errors import InvalidRequest
 from gateway.scheduling.futures import Future
-from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest, SaveRequest
+from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest, RejectedRequest, SaveRequest
+from trainer_cell.protocol.errors import ErrorKind
 from trainer_cell.vault.layout import CheckpointAddress, InvalidAddress, check_name
 
 router = APIRouter(prefix="/api/v1", tags=["SDK: checkpoints"])
@@ -24,6 +25,14 @@ async def save_weights(request: Request, gateway: GatewayOf, tenant: TenantOf) -
     raw = await json_of(request)
     turn = read(wire.ModelTurn, raw)
     asked = or_rejected("save", lambda: _save_of(read(wire.SaveWeights, raw)))
+    return accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
+
+
+@router.post("/save_weights_for_sampler", openapi_extra=json_body(wire.ModelTurn), responses=SUBMIT_REFUSALS)
+async def save_weights_for_sampler(request: Request, gateway: GatewayOf, tenant: TenantOf) -> replies.Accepted:
+    """There is no sampling: the future fails. The client has spent the number, and its later commands go on."""
+    turn = read(wire.ModelTurn, await json_of(request))
+    asked = RejectedRequest("save", ErrorKind.BAD_COMMAND, "this service does not sample: save_state keeps the model")
     return accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
 
 

@@ -81,7 +81,7 @@ class Catalog:
         self.vault = vault
         self.tenant_digest = tenant_digest
         self.inventory = Inventory(vault)
-        self.saves = SaveBook(self.inventory, tenant_digest, quota_bytes, self._clear_name)
+        self.saves = SaveBook(self.inventory, tenant_digest, quota_bytes, self._clear_for_save)
         self.known_owner: Callable[[str], str | None] = lambda model_id: None
 
     async def list(self, tenant: str, model_id: str | None = None) -> Entries:
@@ -156,7 +156,12 @@ class Catalog:
         entry = Entry(address, manifest, version, manifest.size_bytes, record)
         if manifest.tenant_digest != self.tenant_digest(tenant) or entry.is_expired(datetime.now(UTC)):
             raise _unknown(address)
-        self._check_whole(entry)
+        try:
+            self._check_whole(entry)
+        except CheckpointDamaged as damage:
+            if self._has_moved(address, version):
+                return self._find(tenant, address)
+            raise _unreadable(address, damage) from damage
         return entry
 
     def _has_moved(self, address: CheckpointAddress, version: str) -> bool:
@@ -167,14 +172,14 @@ class Catalog:
             return False
 
     def _check_whole(self, entry: Entry) -> None:
-        """The manifest is of this address, and its files are there in full; their bytes are for the cell to verify."""
+        """The manifest is of this address, and its files are there in full; their bytes are for the cell to verify.
+
+        Raises `CheckpointDamaged`.
+        """
         directory = self.vault.version_dir(entry.version)
-        try:
-            check_identity(directory, entry.manifest, entry.address)
-            for problem in directory_problems(directory, entry.manifest):
-                raise CheckpointDamaged(directory, problem)
-        except CheckpointDamaged as damage:
-            raise _unreadable(entry.address, damage) from damage
+        check_identity(directory, entry.manifest, entry.address)
+        for problem in directory_problems(directory, entry.manifest):
+            raise CheckpointDamaged(directory, problem)
 
     def _delete(self, tenant: str, address: CheckpointAddress) -> None:
         try:
@@ -194,9 +199,14 @@ class Catalog:
         if not was_there:
             raise _unknown(address)
 
-    def _clear_name(self, model_id: str, request: SaveRequest) -> None:
-        """An expired checkpoint is no longer there for its owner, so it must not be in the way of a save either."""
-        address = CheckpointAddress(model_id, request.kind, request.name)
+    def _clear_for_save(self, model_id: str, request: SaveRequest) -> None:
+        self.clear_name(CheckpointAddress(model_id, request.kind, request.name))
+
+    def clear_name(self, address: CheckpointAddress) -> None:
+        """An expired checkpoint is no longer there for its owner, so it must not be in the way of a new one either.
+
+        Blocks for the disk.
+        """
 
         def is_expired() -> bool:
             found = find_checkpoint(self.vault, address)

@@ -24,6 +24,8 @@ from trainer_cell.protocol.outcomes import StateSaved
 Run = Callable[[str, str, ImportRequest], Coroutine[Any, Any, StateSaved | CommandFailed]]
 
 _MOST_WAITING = 16
+# Whatever the files are, they hold up other imports for no longer.
+_DEADLINE_S = 3600
 
 
 class Imports:
@@ -101,7 +103,10 @@ class Imports:
         future.state = "running"
         outcome: StateSaved | CommandFailed = _broken_off()
         try:
-            outcome = await self._run(future.tenant, future.model_id, future.request)
+            async with asyncio.timeout(_DEADLINE_S):
+                outcome = await self._run(future.tenant, future.model_id, future.request)
+        except TimeoutError:
+            outcome = CommandFailed(ErrorKind.DEADLINE_EXCEEDED, f"the import took over {_DEADLINE_S} s")
         finally:
             self._futures.finish(future, outcome)
 

@@ -81,7 +81,9 @@ def test_verify_wants_paths_or_all_and_not_both(tmp_path: Path) -> None:
     assert run("checkpoints", "verify", "--all", str(tmp_path), "--checkpoints", str(tmp_path)) == 1
 
 
-def test_what_is_not_there_is_told_apart_from_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_told_apart_from_what_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     absent = "tinker://model/weights/absent"
     assert run("checkpoints", "verify", absent, "tinker://oops", "--checkpoints", str(tmp_path)) == 1
     told = capsys.readouterr().out

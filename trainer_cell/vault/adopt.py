@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import xxhash
 
-from trainer_cell.vault.errors import CheckpointDamaged
+from trainer_cell.vault.errors import CheckpointDamaged, UnsupportedFormat
 from trainer_cell.vault.layout import CheckpointAddress, Vault, new_ulid
 from trainer_cell.vault.manifest import FileRecord, Manifest, read_manifest
 from trainer_cell.vault.publish import begin, finish
@@ -29,25 +32,43 @@ def adopt_version(vault: Vault, source: Path, model_id: str, tenant_digest: str)
     for problem in verify_version(source, disk=vault.disk):
         raise CheckpointDamaged(source, problem)
     told = xxhash.xxh3_128_hexdigest(f"{manifest.manifest_digest}/{tenant_digest}".encode())
-    address = CheckpointAddress(model_id, "weights", f"adopted-{told[:16]}")
-    if not _is_there(vault, address, manifest):
-        _copy(vault, source, manifest, address, tenant_digest)
-    return address
+    for address in names_for(model_id, f"adopted-{told[:16]}"):
+        found = content_of(vault, address)
+        if found == "nothing":
+            _copy(vault, source, manifest, address, tenant_digest)
+            return address
+        if isinstance(found, Manifest) and found.files == manifest.files:
+            return address
+    raise AssertionError("names do not end")
 
 
-def _is_there(vault: Vault, address: CheckpointAddress, manifest: Manifest) -> bool:
-    version = vault.resolve(address)
-    if version is None:
-        return False
-    directory = vault.version_dir(version)
-    return not verify_version(directory, disk=vault.disk) and read_manifest(directory).files == manifest.files
+def names_for(model_id: str, name: str) -> Iterator[CheckpointAddress]:
+    """The names under which something may be found or put: the first, and others for when it is taken.
+
+    Names are their tenant's to overwrite and to pin, so nothing is put in the place of what lies there.
+    """
+    yield CheckpointAddress(model_id, "weights", name)
+    for number in count(2):
+        yield CheckpointAddress(model_id, "weights", f"{name}-{number}")
+
+
+def content_of(vault: Vault, address: CheckpointAddress) -> Manifest | Literal["nothing", "something else"]:
+    """The manifest of what a name stands for, if every byte of it is good. Raises `StorageFailed`."""
+    try:
+        version = vault.resolve(address)
+        if version is None:
+            return "nothing"
+        directory = vault.version_dir(version)
+        is_good = not verify_version(directory, disk=vault.disk)
+        return read_manifest(directory, vault.disk) if is_good else "something else"
+    except (CheckpointDamaged, UnsupportedFormat):
+        return "something else"
 
 
 def _copy(vault: Vault, source: Path, manifest: Manifest, address: CheckpointAddress, tenant_digest: str) -> None:
     epoch = f"{_EPOCH}{new_ulid()}"
     with vault.hold_epoch(epoch):
-        # What is there under this name is this very checkpoint, damaged since.
-        staging = begin(vault, address, overwrite=True, num_bytes=manifest.size_bytes, epoch=epoch)
+        staging = begin(vault, address, overwrite=False, num_bytes=manifest.size_bytes, epoch=epoch)
         try:
             for name, record in manifest.files.items():
                 _copy_file(staging, source / name, record)
@@ -63,7 +84,7 @@ def _copy(vault: Vault, source: Path, manifest: Manifest, address: CheckpointAdd
             tenant_digest=tenant_digest,
             expires=None,
         )
-        finish(vault, staging, copied, overwrite=True)
+        finish(vault, staging, copied, overwrite=False)
 
 
 def _copy_file(staging: Staging, path: Path, record: FileRecord) -> None:

@@ -114,7 +114,7 @@ class Collector:
             if replacer is not None or one.is_public:
                 # Behind the public version; what replaced it is the next one that verifies.
                 later[name] = one if contents is not None or replacer is None else replacer
-            replaced_for_s = 0.0
+            replaced_for_s: float | None = None
             if replacer is not None and replacer.contents is not None:
                 told_s = (now - replacer.contents.created).total_seconds()
                 replaced_for_s = self._clock.replaced_for_s(self._vault.version(model_id, one.version), told_s)

@@ -40,7 +40,8 @@ class Candidate:
     """A version and what the rules ask of it.
 
     is_complete: its manifest and files verify; iteration and is_finite mean something only then.
-    age_s: since its save began. replaced_for_s: since its name had a later version, 0 when it has none.
+    age_s: since its save began. replaced_for_s: since its name had a later version that is complete, None
+    without one.
     """
 
     version: VersionName
@@ -52,7 +53,7 @@ class Candidate:
     doomed: Reason | None
     iteration: int
     age_s: float
-    replaced_for_s: float
+    replaced_for_s: float | None
 
 
 def decide(candidates: Sequence[Candidate], rules: Rules) -> dict[VersionName, Reason]:
@@ -99,7 +100,7 @@ def _replaced_goes(one: Candidate, public: Candidate, latest: set[VersionName], 
         return None
     if one.is_expired:
         return "expired"
-    is_due = one.replaced_for_s >= rules.replaced_grace_s
+    is_due = one.replaced_for_s is not None and one.replaced_for_s >= rules.replaced_grace_s
     return "replaced" if is_due and one.version not in latest else None
 
 

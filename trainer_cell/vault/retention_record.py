@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import NotThere, StorageFailed
@@ -61,19 +62,28 @@ UNREADABLE = RetentionRecord(
     pinned=True, note="its retention record cannot be read: kept until it is pinned or unpinned"
 )
 
+
+class _Sealed(RetentionRecord, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """As it stands in the file. digest: xxh3-128 (hex) of the record without it; a flipped bit must decide nothing."""
+
+    digest: str
+
+
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(RetentionRecord)
+_decoder = msgspec.json.Decoder(_Sealed)
 
 
 def read_record(vault: Vault, model_id: str, version: VersionName) -> RetentionRecord:
     """`NO_RECORD` where there is none, `UNREADABLE` for what is not one. Raises `StorageFailed`."""
     try:
-        raw = _read(vault.disk, _place(vault, model_id, version))
-        return _decoder.decode(raw)
+        sealed = _decoder.decode(_read(vault.disk, _place(vault, model_id, version)))
     except NotThere:
         return NO_RECORD
     except msgspec.DecodeError:
         return UNREADABLE
+    fields = RetentionRecord.__struct_fields__
+    record = RetentionRecord(**{field: getattr(sealed, field) for field in fields})
+    return record if _digest(record) == sealed.digest else UNREADABLE
 
 
 def read_records(vault: Vault, model_id: str) -> dict[VersionName, RetentionRecord]:
@@ -93,8 +103,17 @@ def write_records(vault: Vault, model_id: str, records: Mapping[VersionName, Ret
     directory = vault.retention_dir(model_id)
     vault.make_durable(directory)
     for version, record in records.items():
-        _write(vault.disk, _place(vault, model_id, version), _encoder.encode(record))
+        _write(vault.disk, _place(vault, model_id, version), _sealed(record))
     vault.disk.fsync_directory(directory)
+
+
+def _digest(record: RetentionRecord) -> str:
+    return xxhash.xxh3_128_hexdigest(_encoder.encode(record))
+
+
+def _sealed(record: RetentionRecord) -> bytes:
+    fields = {field: getattr(record, field) for field in RetentionRecord.__struct_fields__}
+    return _encoder.encode(_Sealed(digest=_digest(record), **fields))
 
 
 def drop_records(vault: Vault, model_id: str, versions: Collection[VersionName]) -> None:

@@ -42,6 +42,15 @@ def test_a_wrong_optim_step_fails_in_its_future_and_the_next_one_works(gateway: 
     assert told == [AdamParams(**ADAM)]
 
 
+def test_a_save_for_a_sampler_fails_in_its_future_and_what_follows_goes_on(gateway: RunningGateway) -> None:
+    alice = gateway.alice
+    model_id = alice.new_model()
+    alice.result(alice.send_forward_backward(forward_backward(model_id, 1)))
+    failed = alice.run("save_weights_for_sampler", model_id=model_id, seq_id=2, path="s", kind="snapshot")
+    assert (failed["category"], failed["kind"]) == ("user", "bad_command")
+    assert alice.run("optim_step", model_id=model_id, seq_id=3, adam_params=ADAM)["step"] == 1
+
+
 def test_nan_as_json_is_no_learning_rate(gateway: RunningGateway) -> None:
     alice = gateway.alice
     model_id = alice.new_model()

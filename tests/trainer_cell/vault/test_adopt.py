@@ -14,6 +14,7 @@ from trainer_cell.vault.adopt import adopt_version
 from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import CheckpointDamaged, StorageFailed, UnsupportedFormat
 from trainer_cell.vault.layout import Vault
+from trainer_cell.vault.lifetime import pin
 from trainer_cell.vault.manifest import read_manifest
 from trainer_cell.vault.verify import verify_version
 
@@ -60,13 +61,23 @@ def test_the_same_again_is_found_there_and_another_tenants_is_another(vault: Vau
     assert adopt_version(vault, source, MODEL, "another") != first
 
 
-def test_a_copy_that_was_damaged_since_is_made_again(vault: Vault, source: Path) -> None:
-    address = adopt_version(vault, source, MODEL, "mine")
-    version = vault.resolve(address)
+@pytest.mark.parametrize("since", ["damaged", "overwritten", "pinned and damaged"])
+def test_nothing_is_put_in_the_place_of_what_has_become_of_a_copy(vault: Vault, source: Path, since: str) -> None:
+    first = adopt_version(vault, source, MODEL, "mine")
+    version = vault.resolve(first)
     assert version is not None
-    (vault.version_dir(version) / "rank00001.safetensors").unlink()
-    assert adopt_version(vault, source, MODEL, "mine") == address
-    assert load(vault, address) == contents(1)
+    if since.startswith("pinned"):
+        pin(vault, first)
+    if since == "overwritten":
+        save(vault, first, seed=2, overwrite=True, tenant_digest="mine")
+    else:
+        (vault.version_dir(version) / "rank00001.safetensors").unlink()
+    before = tree(vault.public_path(first).resolve())
+    second = adopt_version(vault, source, MODEL, "mine")
+    assert second.name == f"{first.name}-2"
+    assert load(vault, second) == contents(1)
+    assert tree(vault.public_path(first).resolve()) == before
+    assert adopt_version(vault, source, MODEL, "mine") == second
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank00000.safetensors", "rank00001.safetensors"])

@@ -55,6 +55,19 @@ def num_versions(vault: Vault, name: str = "n") -> int:
     return len(list(vault.versions_dir(MODEL).glob(f"weights.{name}.*")))
 
 
+def test_behind_a_damaged_version_the_last_good_one_is_not_replaced_whatever_the_grace(tmp_path: Path) -> None:
+    vault, clock = new_vault(tmp_path), Clock()
+    save(vault, named("n"), seed=1, created=clock.stamp())
+    public = save(vault, named("n"), seed=2, created=clock.stamp(1), overwrite=True)
+    save(vault, named("other"), seed=3, created=clock.stamp(2))
+    no_grace = Rules(replaced_grace_s=0)
+    clock.forward(60)
+    (vault.version_dir(public) / "manifest.json").write_bytes(b"{}")
+    assert removed(collector(vault, clock, no_grace).collect()) == []
+    recover(vault)
+    assert load(vault, named("n")) == contents(1)
+
+
 def test_a_replaced_version_goes_after_its_grace_which_starts_when_it_was_replaced(tmp_path: Path) -> None:
     vault, clock = new_vault(tmp_path), Clock()
     save(vault, named("n"), seed=1, created=clock.stamp())

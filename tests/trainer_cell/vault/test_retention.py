@@ -32,7 +32,7 @@ def models(draw: st.DrawFn) -> list[Candidate]:
             doomed=draw(st.sampled_from([None, None, None, None, "deleted", "expired"])),
             iteration=draw(st.integers(0, 6)),
             age_s=draw(st.sampled_from([0.0, 99.0, 100.0, 1e6])),
-            replaced_for_s=draw(st.sampled_from([0.0, 99.0, 100.0, 1e6])),
+            replaced_for_s=draw(st.sampled_from([None, 0.0, 99.0, 100.0, 1e6])),
         )
         for version in versions
     ]
@@ -90,7 +90,8 @@ def goes(one: Candidate, model: list[Candidate], rules: Rules) -> bool:
         return True
     if one is public or one.version.ulid > public.version.ulid or one.is_pinned:
         return False
-    return one.is_expired or (one.replaced_for_s >= GRACE_S and one.version not in protected(model))
+    is_due = one.replaced_for_s is not None and one.replaced_for_s >= GRACE_S
+    return one.is_expired or (is_due and one.version not in protected(model))
 
 
 def is_dropped(public: Candidate, model: list[Candidate], rules: Rules) -> bool:

@@ -29,7 +29,7 @@ from trainer_cell.vault.errors import StorageFailed
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.listing import find_checkpoint, list_checkpoints
 from trainer_cell.vault.quarantine import empty_quarantine, list_quarantined
-from trainer_cell.vault.retention_record import RetentionRecord, read_record, write_records
+from trainer_cell.vault.retention_record import UNREADABLE, RetentionRecord, read_record, write_records
 from trainer_cell.vault.startup import Outcome, RecoveryReport, recover
 from trainer_cell.vault.verify import verify_version
 
@@ -241,6 +241,19 @@ def test_every_good_checkpoint_of_two_tenants_outlives_three_starts_with_its_byt
     for entry in listed:
         assert verify_version(vault.version_dir(entry.version)) == []
         assert load(vault, entry.address) == contents(int(entry.address.name[1:]))
+
+
+def test_a_flipped_bit_of_a_retention_record_decides_nothing_but_to_keep_the_version(tmp_path: Path) -> None:
+    vault = new_vault(tmp_path)
+    version = version_of(save(vault, named("n")))
+    write_records(vault, MODEL, {version: RetentionRecord(expires="2027-11-30T00:00:00Z", note="n")})
+    file = vault.retention_dir(MODEL) / f"{version}.json"
+    good = file.read_bytes()
+    assert read_record(vault, MODEL, version) != UNREADABLE
+    for place in range(len(good)):
+        for bit in (1, 4, 64):
+            file.write_bytes(good[:place] + bytes([good[place] ^ bit]) + good[place + 1 :])
+            assert read_record(vault, MODEL, version) == UNREADABLE, (place, bit)
 
 
 def test_an_unreadable_retention_record_counts_as_a_pin(tmp_path: Path) -> None:

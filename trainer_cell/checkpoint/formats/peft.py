@@ -9,6 +9,7 @@ adds where the output layer is a target unless it saves with `save_embedding_lay
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -72,7 +73,7 @@ def _check_settings(config: Mapping[str, Any]) -> None:
 
 def _number(config: Mapping[str, Any], field: str) -> float:
     value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise Incompatible(f"{CONFIG}: {field} is {value!r}, not a positive number")
     return value
 

@@ -20,6 +20,8 @@ import torch.distributed.checkpoint
 from trainer_cell.checkpoint.formats.errors import OutsideAllowed, SourceDamaged, UnknownFormat, UnsafePickle
 
 # What `.metadata` of torch's distributed checkpoints is made of: classes of these modules, and these.
+# Of a config or an index; longer ones are read by nobody.
+_MOST_BYTES = 256 << 20
 _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _METADATA_NAMES = {
     ("torch", "Size"),
@@ -61,12 +63,19 @@ class Source:
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object; raises `SourceDamaged`."""
         try:
-            content = json.loads(self.file(name).read_bytes())
+            content = json.loads(self._small(name))
         except (ValueError, RecursionError) as error:
             raise SourceDamaged(f"{name}: is not JSON: {error}") from error
         if not isinstance(content, dict):
             raise SourceDamaged(f"{name}: is not a JSON object")
         return content
+
+    def _small(self, name: str) -> bytes:
+        """Of a file that describes others; raises `SourceDamaged` for one that is too long for that."""
+        file = self.file(name)
+        if file.stat().st_size > _MOST_BYTES:
+            raise SourceDamaged(f"{name}: is {file.stat().st_size} bytes, which is too long")
+        return file.read_bytes()
 
     def read_torch(self, name: str) -> Any:
         """What `torch.save` wrote, on the CPU; raises `UnsafePickle`, `SourceDamaged`."""
@@ -82,7 +91,7 @@ class Source:
 
     def read_metadata(self, name: str) -> tuple[bytes, Any]:
         """The pickled metadata of a `torch_dist` checkpoint, raw and read; raises `UnsafePickle`, `SourceDamaged`."""
-        raw = self.file(name).read_bytes()
+        raw = self._small(name)
         reader = pickle.Unpickler if self.trust_pickle else _MetadataUnpickler
         try:
             return raw, reader(io.BytesIO(raw)).load()
