@@ -105,7 +105,7 @@ class BenchCell:
 
 @contextmanager
 def cell(directory: Path, base_model: str, ranks: int, disturb: Disturb | None = None) -> Iterator[BenchCell]:
-    """A cell of `ranks` data-parallel ranks with one thread each; logs are in `directory`."""
+    """A cell of `ranks` data-parallel ranks that share the cores; logs are in `directory`."""
     vault = Vault(directory / "vault")
     vault.create()
     address = directory / "socket"
@@ -116,7 +116,7 @@ def cell(directory: Path, base_model: str, ranks: int, disturb: Disturb | None =
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     options = ["--base-model", base_model, "--checkpoints", str(vault.root), "--gateway-socket", str(address)]
-    options += ["--threads", "1", "--max-lora-rank", str(_MOST_RANK)]
+    options += ["--max-lora-rank", str(_MOST_RANK)]
     processes: list[BaseProcess] = [
         _context.Process(target=_rank, args=(rank, ranks, port, directory, options, disturb), daemon=True)
         for rank in range(ranks)

@@ -69,6 +69,7 @@ def serve(cell: Cell, link: GatewayLink | None) -> None:
     """Obey until told to stop. `link` is rank 0's; the other ranks pass None and follow its broadcasts."""
     while True:
         frame = cell.ranks.broadcast(_next_frame(link) if link is not None else None)
+        cell.saving.publisher.give_up_overdue()
         command = decode_command(frame)
         if isinstance(command, Stop):
             cell.saving.publisher.drain()

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_cell.checkpoint.plan import SavePlan, Stretch
+from trainer_cell.checkpoint.runs import copy_bits
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.training.slots import Slot
 from trainer_cell.vault.shard_layout import PAGE_BYTES, image_memory, whole_pages
@@ -48,7 +49,7 @@ class SaveBuffer:
         is_pinned = self._bytes.is_pinned()
         for stretch in plan.stretches[rank]:
             source = slot.flat(stretch.part)[stretch.source : stretch.source + stretch.numel]
-            self._view(stretch).copy_(source, non_blocking=is_pinned)
+            copy_bits(self._view(stretch), source.detach(), non_blocking=is_pinned)
         if is_pinned:
             torch.cuda.synchronize()
 

@@ -150,7 +150,7 @@ def _apply(slot: Slot, read: _Read) -> None:
         _copy(read.parts["weight"], adapter.flat)
         optimizer.masters_from_weights()
     exact = read.parts.get("master") or (read.parts["weight"] if read.manifest.dtype == "fp32" else [])
-    if exact:
+    if exact and not (exact is read.parts.get("weight") and optimizer.master is adapter.flat):
         _copy(exact, optimizer.master)
         optimizer.weights_from_masters()
     if read.with_optimizer:

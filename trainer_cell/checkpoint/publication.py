@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 # A rank that has not voted by then is taken to have failed: a floor, and the slowest disk worth waiting for.
 _FLOOR_S = 60.0
 _SLOWEST_BYTES_PER_S = 5e6
+# Below that a thread costs more than it saves.
+_CHECKED_BESIDE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Publication:
     ) -> None:
         self._context, self._command, self._plan = context, command, plan
         self._captured, self._buffer, self._say = captured, buffer, say
-        self._deadline_s = _FLOOR_S + plan.num_bytes / _SLOWEST_BYTES_PER_S
+        self._patience_s = _FLOOR_S + plan.num_bytes / _SLOWEST_BYTES_PER_S
+        self._deadline = time.monotonic() + self._patience_s
         self._lock = threading.Lock()
         self._is_answered = False
         self._is_showing = False
@@ -71,21 +75,16 @@ class Publication:
 
     def _follow(self, booth: Booth) -> None:
         with self._context.buffers.lent(self._buffer):
-            token = booth.announced(self._command.command_id, self._deadline_s)
+            token = booth.announced(self._command.command_id, self._patience_s)
             record, verdict = attempt(lambda: self._write(token))
         booth.cast(self._command.command_id, Vote(verdict, record))
 
     def _lead(self, booth: Booth) -> None:
-        timer = threading.Timer(self._deadline_s, self._give_up)
-        timer.daemon = True
-        timer.start()
         try:
             self._answer(self._publish(booth))
         except CommandFailed as failure:
             log.warning("save %s of %s failed: %r", self._command.name, self._command.model_id, failure)
             self._answer(Failed(self._command.command_id, failure.kind, failure.message))
-        finally:
-            timer.cancel()
 
     def _answer(self, outcome: StateSaved | Failed) -> None:
         with self._lock:
@@ -93,10 +92,10 @@ class Publication:
         if not is_late:
             self._say(outcome)
 
-    def _give_up(self) -> None:
-        """The disk keeps this rank itself waiting."""
-        if not self._is_showing:
-            reason = f"the checkpoint was not written within {self._deadline_s:.0f} s"
+    def give_up_if_overdue(self) -> None:
+        """The disk keeps rank 0 itself waiting: answer, and do not show what may yet come of it."""
+        if self._context.ranks.is_first and not self._is_showing and time.monotonic() > self._deadline:
+            reason = f"the checkpoint was not written within {self._patience_s:.0f} s"
             self._answer(Failed(self._command.command_id, ErrorKind.DEADLINE_EXCEEDED, reason))
 
     def _publish(self, booth: Booth) -> StateSaved:
@@ -106,7 +105,7 @@ class Publication:
             booth.announce(command_id, token)
             record, written = attempt(lambda: self._write(token))
         own = begun if begun.kind is not None else written
-        votes = booth.collect(command_id, Vote(own, record), self._deadline_s)
+        votes = booth.collect(command_id, Vote(own, record), self._patience_s)
         if token is None:
             raise one_failure([(0, begun)], 1)
         staging = Staging.attach(self._context.vault, token)
@@ -128,6 +127,10 @@ class Publication:
         if token is None or layout is None:
             return None
         staging = Staging.attach(self._context.vault, token)
+        if layout.size < _CHECKED_BESIDE_BYTES:
+            self._buffer.check_finite(self._plan, rank)
+            with vault_failures():
+                return write_image(staging, layout, self._buffer.image, self._reporter(layout.size))
         # Beside the write, which waits for the disk.
         with ThreadPoolExecutor(1) as checker:
             check = checker.submit(self._buffer.check_finite, self._plan, rank)

@@ -5,29 +5,67 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+
+class Work(Protocol):
+    """What is to be published."""
+
+    def run(self) -> None:
+        """To the end."""
+
+    def give_up_if_overdue(self) -> None:
+        """Called now and then by another thread while it runs."""
 
 
 class Publisher:
-    """One thread for each attempt; how many there are at once, the buffers bound.
+    """As many threads as there were publications at once; how many that can be, the buffers bound.
 
     They wait for the disk, the store and long calls that leave the interpreter alone, so the trainer hardly notices.
     """
 
     def __init__(self) -> None:
-        self._running: set[threading.Thread] = set()
+        self._waiting: SimpleQueue[Work] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._under_way: set[Work] = set()
+        self._num_threads = 0
 
-    def start(self, publish: Callable[[], None], name: str) -> None:
-        """Called by the thread that runs commands, and only by it."""
-        self._running = {thread for thread in self._running if thread.is_alive()}
-        thread = threading.Thread(target=publish, name=name, daemon=True)
-        self._running.add(thread)
-        thread.start()
+    def start(self, work: Work) -> None:
+        with self._changed:
+            self._under_way.add(work)
+            is_short = len(self._under_way) > self._num_threads
+            self._num_threads += is_short
+        if is_short:
+            threading.Thread(target=self._work, name="publish", daemon=True).start()
+        self._waiting.put(work)
+
+    def give_up_overdue(self) -> None:
+        with self._changed:
+            under_way = tuple(self._under_way)
+        for work in under_way:
+            work.give_up_if_overdue()
 
     def drain(self) -> None:
         """Wait until all have come to their end; each has a deadline."""
-        for thread in self._running:
-            thread.join()
+        with self._changed:
+            while not self._changed.wait_for(lambda: not self._under_way, timeout=_LOOK_S):
+                self._changed.release()
+                try:
+                    self.give_up_overdue()
+                finally:
+                    self._changed.acquire()
+
+    def _work(self) -> None:
+        while True:
+            work = self._waiting.get()
+            work.run()
+            with self._changed:
+                self._under_way.remove(work)
+                self._changed.notify_all()
+
+
+_LOOK_S = 1.0
 
 
 def end_process_on_bugs() -> None:

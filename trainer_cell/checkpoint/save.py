@@ -44,8 +44,7 @@ def save_slot(context: SaveContext, slot: Slot, command: SaveState, say: Callabl
     captured = Captured.of(slot, include_optimizer)
     buffer = _capture(context.publishing, plan, slot)
     say(Progress(command.command_id, "writing", 0, plan.num_bytes))
-    publication = Publication(context.publishing, command, plan, captured, buffer, say)
-    context.publisher.start(publication.run, f"publish {command.command_id}")
+    context.publisher.start(Publication(context.publishing, command, plan, captured, buffer, say))
 
 
 def _capture(context: PublishContext, plan: SavePlan, slot: Slot) -> SaveBuffer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trainer_cell.checkpoint.plan import part_dtype
-from trainer_cell.checkpoint.runs import Placed, Span, find_spans, is_finite
+from trainer_cell.checkpoint.runs import Placed, Span, copy_bits, find_spans, is_finite
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.training.adapter import Adapter
 from trainer_cell.vault.manifest import ITEM_BYTES, Manifest, TensorDType
@@ -30,7 +30,11 @@ class Run:
     target: int
 
     def copy_to(self, flat: torch.Tensor) -> None:
-        flat[self.target : self.target + self.values.numel()].copy_(self.values)
+        target = flat[self.target : self.target + self.values.numel()]
+        if target.dtype == self.values.dtype:
+            copy_bits(target, self.values)
+        else:
+            target.copy_(self.values)
 
 
 class SlotReader:
