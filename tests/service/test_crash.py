@@ -48,14 +48,18 @@ KILLS: list[Kill] = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_save_that_is_killed_leaves_the_old_state_or_the_new_one(serve: Serve, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [(2, [kill_the_gateway, kill_a_rank, kill_the_cell])]
+    + [pytest.param(ranks, KILLS, marks=pytest.mark.full) for ranks in (1, 2)],
+)
+def test_a_save_that_is_killed_leaves_the_old_state_or_the_new_one(serve: Serve, ranks: int, kills: list[Kill]) -> None:
     service = serve(ranks=ranks)
     pick = random.Random(ranks)
     model = service.client().create_lora_training_client(base_model="cellgate/tiny", rank=32, seed=1).result()
     good = model.save_state("good").result().path
     save_s = timed_save(model)
-    for number, kill in enumerate(pick.sample(KILLS, len(KILLS))):
+    for number, kill in enumerate(pick.sample(kills, len(kills))):
         good = one_round(service, good, number, kill, pick, save_s)
         service.end_clients()
     assert service.stop() == 0
