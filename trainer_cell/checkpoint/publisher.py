@@ -9,6 +9,10 @@ from queue import SimpleQueue
 from typing import Protocol
 
 
+# Between two looks at the deadlines, where nobody else looks.
+_LOOK_S = 1.0
+
+
 class Work(Protocol):
     """What is to be published."""
 
@@ -47,14 +51,10 @@ class Publisher:
             work.give_up_if_overdue()
 
     def drain(self) -> None:
-        """Wait until all have come to their end; each has a deadline."""
+        """Wait until all have come to their end, however they end."""
         with self._changed:
             while not self._changed.wait_for(lambda: not self._under_way, timeout=_LOOK_S):
-                self._changed.release()
-                try:
-                    self.give_up_overdue()
-                finally:
-                    self._changed.acquire()
+                self.give_up_overdue()
 
     def _work(self) -> None:
         while True:
@@ -63,9 +63,6 @@ class Publisher:
             with self._changed:
                 self._under_way.remove(work)
                 self._changed.notify_all()
-
-
-_LOOK_S = 1.0
 
 
 def end_process_on_bugs() -> None:
