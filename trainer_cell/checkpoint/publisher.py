@@ -8,7 +8,6 @@ import threading
 from queue import SimpleQueue
 from typing import Protocol
 
-
 # Between two looks at the deadlines, where nobody else looks.
 _LOOK_S = 1.0
 
