@@ -78,7 +78,9 @@ def decide(candidates: Sequence[Candidate], rules: Rules) -> dict[VersionName, R
 
 def relied_on(candidates: Sequence[Candidate], rules: Rules) -> set[VersionName]:
     """The versions because of which others may go: the latest ones, and the public ones as far as keep-last looks."""
-    public = sorted((one.version for one in candidates if one.is_public), key=lambda version: version.ulid)
+    public = sorted(
+        (one.version for one in candidates if one.is_public and one.doomed is None), key=lambda version: version.ulid
+    )
     return _latest(candidates) | set(public[-(rules.keep_last or 1) :])
 
 
@@ -121,7 +123,13 @@ def _kept_by_rules(candidates: Sequence[Candidate], rules: Rules) -> set[Version
     bound = [
         one
         for one in candidates
-        if has_rules and one.is_public and one.version.kind == "weights" and one.is_complete and not one.is_expired
+        if has_rules
+        and one.is_public
+        and one.version.kind == "weights"
+        and one.is_complete
+        # What goes anyway takes no other's place.
+        and one.doomed is None
+        and not one.is_expired
     ]
     bound.sort(key=lambda one: one.version.ulid, reverse=True)
     kept = {one.version for one in candidates} - {one.version for one in bound}

@@ -102,6 +102,7 @@ def is_dropped(public: Candidate, model: list[Candidate], rules: Rules) -> bool:
         for other in model
         if other.is_public
         and other.is_complete
+        and other.doomed is None
         and not other.is_expired
         and other.version.kind == "weights"
         and other.version.ulid > public.version.ulid
