@@ -71,7 +71,8 @@ def cut_off(image: Path, mount: Path, act: Save, at: int) -> bool:
 def check(image: Path, mount: Path, is_acknowledged: bool, overwrite: bool, with_settlement: bool = True) -> None:
     allowed: Allowed = states([NEW] if is_acknowledged else [OLD if overwrite else None, NEW])
     with mounted(image, mount):
-        check_recovery(mount / "root", allowed, Pending(ADDRESS, NEW, True) if with_settlement else None)
+        pending = Pending(ADDRESS, NEW, True) if with_settlement else None
+        check_recovery(mount / "root", allowed, pending, boots=not with_settlement)
 
 
 def violations(fresh: Path, scratch: Path, act: Save, overwrite: bool, points: Iterator[int]) -> tuple[int, list[str]]:

@@ -89,10 +89,12 @@ def doom(vault: Vault, address: CheckpointAddress, records: dict[VersionName, Re
     public = pointed_version(vault, address)
     fresh = {
         name: msgspec.structs.replace(record, doomed=reason)
-        for name, record in sorted(records.items(), key=lambda pair: pair[0] == public)
+        for name, record in records.items()
         if record.doomed is None
     }
-    write_records(vault, address.model_id, fresh)
+    # One after the other: a file system need not keep the order of what is synced together.
+    write_records(vault, address.model_id, {name: record for name, record in fresh.items() if name != public})
+    write_records(vault, address.model_id, {name: record for name, record in fresh.items() if name == public})
 
 
 def unlink_name(vault: Vault, address: CheckpointAddress) -> bool:
