@@ -153,7 +153,9 @@ class RunningCell:
                     raise TimeoutError(f"nothing came of it, and no rank has ended\n{self.log()}")
                 for process in self._alive():
                     process.kill()
-            wait([*events, *(process.sentinel for process in self._alive())], max(left_s, 0.1))
+            # The last may have ended since it was asked for.
+            if awaited := [*events, *(process.sentinel for process in self._alive())]:
+                wait(awaited, max(left_s, 0.1))
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self.processes if process.exitcode is None]
