@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from alembic import command
@@ -12,6 +13,8 @@ from sqlalchemy import Connection, inspect
 
 from gateway.store.errors import JournalUnusable
 
+log = logging.getLogger(__name__)
+
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
@@ -21,6 +24,8 @@ def migrate(connection: Connection, where: str, migrations: Path = MIGRATIONS) -
     where: how to name the database to people. Raises `JournalUnusable` for a database of a newer cellgate, or of
     another program.
     """
+    # It tells of itself at every start.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     config = Config()
     # A `%` in a path would be taken for an interpolation.
     config.set_main_option("script_location", str(migrations).replace("%", "%%"))
@@ -35,5 +40,6 @@ def migrate(connection: Connection, where: str, migrations: Path = MIGRATIONS) -
         raise JournalUnusable(f"{where} belongs to another program: move it away, or name another file")
     if set(found) == set(revisions.get_heads()):
         return
+    log.info("bringing %s to revision %s", where, revisions.get_current_head())
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

@@ -121,7 +121,8 @@ class Writer:
         finally:
             # Also when a bug ended the thread: nobody may wait for it.
             with self._changed:
-                self._refuse_all(self._failure or JournalUnavailable(f"{self._where} is closed"))
+                failure = self._failure or JournalUnavailable(f"{self._where} is closed")
+                self._callbacks.call(self._refuse_all(failure))
             self._disconnect()
 
     def _wait(self) -> bool:
@@ -204,29 +205,30 @@ class Writer:
                     told.append(queued.on_durable)
             if lasting is not None:
                 self._queue.extendleft(queued for queued in reversed(batch) if queued.refusal is None)
+            told += self._note(lasting)
+            # Last: who is told looks at once whether the journal is available.
             self._callbacks.call(told)
-            self._note(lasting)
 
-    def _note(self, failure: JournalUnavailable | None) -> None:
+    def _note(self, failure: JournalUnavailable | None) -> list[Callback]:
+        """Whether writing works; what is to be told of it."""
         if failure is None:
             if self._failure is not None:
                 log.warning("%s can be written again", self._where)
             self._failure, self._pause_s = None, _SHORTEST_PAUSE_S
-            return
+            return []
         if self._failure is None:
             log.error("%s; nothing is accepted until it can", failure)
-            self._refuse_all(failure)
-        self._failure = failure
         self._failed_at = time.monotonic()
         self._retry_at = self._failed_at + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return self._refuse_all(failure)
 
-    def _refuse_all(self, failure: JournalUnavailable) -> None:
+    def _refuse_all(self, failure: JournalUnavailable) -> list[Callback]:
         """Of what is queued all that may be refused; the rest stays in its order."""
         refusals = [queued.refusal for queued in self._queue if queued.refusal is not None]
         self._queue = deque(queued for queued in self._queue if queued.refusal is None)
-        self._callbacks.call([partial(refusal.on_failed, failure) for refusal in refusals])
         self._failure = failure
+        return [partial(refusal.on_failed, failure) for refusal in refusals]
 
     def _disconnect(self) -> None:
         if self._connection is not None:

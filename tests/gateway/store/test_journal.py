@@ -103,9 +103,10 @@ async def test_a_telling_waits_for_company_but_comes_before_any_later_write(tmp_
 
 
 async def test_a_telling_that_nobody_joins_is_written_all_the_same(tmp_path: Path) -> None:
-    async with writing(tmp_path) as journal:
-        await journal.accept(a_command(0), a_model())
-        with next_commit() as committed:
+    with next_commit() as committed:
+        async with writing(tmp_path) as journal:
+            await journal.accept(a_command(0), a_model())
+            committed.clear()
             journal.journal.note_told(a_command(0).request_id, 5, 3000.0)
             await asyncio.wait_for(committed.wait(), 10 * LAZY_S)
     assert (await stored(tmp_path)).commands[0].told == 3000.0
