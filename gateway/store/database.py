@@ -6,20 +6,30 @@ STATE/journal.sqlite3.lock   0600, held by the one journal that is open on the f
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sqlite3
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from gateway.store.errors import JournalUnusable
 
-# Another process may look into the file: it is waited for so long before a write counts as failed.
-_BUSY_MS = 5000
-# The write-ahead log is cut back to this after a burst.
-_LOG_BYTES = 64 << 20
+# SQLite's smallest page. It takes a file that is shorter for an empty one.
+_SHORTEST_FILE = 512
+
+_PRAGMAS = (
+    # Milliseconds. Another process may look into the file: it is waited for so long before a write counts as failed.
+    "busy_timeout=5000",
+    "journal_mode=WAL",
+    # Every commit is synced. NORMAL would sync at checkpoints only.
+    "synchronous=FULL",
+    # Bytes that the write-ahead log is cut back to after a burst.
+    f"journal_size_limit={64 << 20}",
+)
 
 
 def describe(url: URL) -> str:
@@ -47,6 +57,8 @@ def lock_file(url: URL) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
+        if error.errno != errno.EWOULDBLOCK:
+            raise JournalUnusable(f"{describe(url)} cannot be locked: {error.strerror} ({path})") from error
         raise JournalUnusable(
             f"{describe(url)} is in use by another gateway: end that one first, or give this one a state of its own"
         ) from error
@@ -66,23 +78,27 @@ def new_engine(url: URL) -> Engine:
     return engine
 
 
+def is_out_of_room(error: DBAPIError) -> bool:
+    """Whether room may be all that is wanted: SQLite calls an exceeded quota a failed write."""
+    room = ("SQLITE_FULL", "SQLITE_IOERR_WRITE")
+    return isinstance(error.orig, sqlite3.Error) and error.orig.sqlite_errorname in room
+
+
 def _create_file(path: Path) -> None:
     """SQLite would make it by the umask. Its directory entry is made durable by SQLite, with the log's."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        size = path.stat().st_size
     except OSError as error:
         raise JournalUnusable(f"the journal {path}: {error.strerror}") from error
+    if 0 < size < _SHORTEST_FILE:
+        raise JournalUnusable(f"the journal {path} was cut to {size} bytes: restore it from a backup, or move it away")
 
 
 def _prepare(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
     # The driver would begin transactions when it likes, and none before a change of tables.
     connection.isolation_level = None
-    for pragma in (
-        f"busy_timeout={_BUSY_MS}",
-        "journal_mode=WAL",
-        "synchronous=FULL",
-        f"journal_size_limit={_LOG_BYTES}",
-    ):
+    for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from sqlalchemy import URL, Engine, make_url
@@ -41,7 +42,7 @@ class Journal:
         self._engine = engine
         self._lock = lock
         self._reader = Reader(engine, where)
-        self._writer = Writer(engine, where)
+        self._writer = Writer(engine, where, self._reader.disconnect)
 
     @classmethod
     def open(cls, url: str) -> Journal:
@@ -147,7 +148,7 @@ class Journal:
         try:
             await asyncio.to_thread(self._writer.close)
         finally:
-            self._reader.close()
+            self._reader.disconnect()
             self._engine.dispose()
             _release(self._lock)
 
@@ -183,4 +184,6 @@ def _opened(address: URL, where: str) -> Engine:
 
 def _release(lock: int | None) -> None:
     if lock is not None:
-        os.close(lock)
+        # Whatever it says, the descriptor is gone, and the lock with it.
+        with suppress(OSError):
+            os.close(lock)

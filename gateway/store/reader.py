@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 500
 
 class Reader:
     """For any thread, one at a time. Its connection stays open, which keeps SQLite's index of the log alive while the
-    writer's is opened anew: on a full disk there may be no room for another."""
+    writer opens one anew: on a full disk there may be no room for another."""
 
     def __init__(self, engine: Engine, where: str) -> None:
         """where: how to name the database to people."""
@@ -57,7 +57,8 @@ class Reader:
                 found.update(_blobs(connection, payloads, wanted))
         return found
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
+        """The next to read connects anew."""
         with self._lock:
             self._disconnect()
 

@@ -6,6 +6,9 @@ behind it. After a failure the rest is tried again at once without the refusable
 from one that had no room for something big; only then is the writer unavailable, and tries again ever less often, or
 when another write comes.
 
+After a failure all connections are made anew, the reader's too: a lock that could not be let go of goes with the last
+of them. Only where room is all that is missing the reader's stays, for there may be none for opening it again.
+
 A commit that failed may have been done all the same: SQLite's log may hold the whole transaction although its fsync
 failed, and a crash would bring it back. What is kept is written so that doing it twice changes nothing. What was
 refused is *withdrawn*: the next transaction begins by deleting it.
@@ -25,6 +28,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from gateway.store.callbacks import Callback, LoopCallbacks
+from gateway.store.database import is_out_of_room
 from gateway.store.errors import JournalUnavailable
 from gateway.store.writes import probe
 
@@ -62,10 +66,12 @@ class Queued:
 
 
 class Writer:
-    """`put` is for the event loop, everything else here for the thread. where: names the database to people."""
+    """`put` is for the event loop, everything else here for the thread."""
 
-    def __init__(self, engine: Engine, where: str) -> None:
+    def __init__(self, engine: Engine, where: str, disconnect_others: Callable[[], None]) -> None:
+        """where: names the database to people. disconnect_others: closes all other connections to it."""
         self._engine = engine
+        self._disconnect_others = disconnect_others
         self._where = where
         self._callbacks = LoopCallbacks()
         self._connection: Connection | None = None
@@ -187,6 +193,8 @@ class Writer:
             if is_committing:
                 self._withdrawals += [queued.refusal.withdraw for queued in batch if queued.refusal is not None]
             self._disconnect()
+            if not is_out_of_room(error):
+                self._disconnect_others()
             return JournalUnavailable(f"{self._where} cannot be written: {error.orig}")
         self._withdrawals.clear()
         return None
