@@ -21,14 +21,19 @@ from gateway.store.errors import JournalUnusable
 # SQLite's smallest page. It takes a file that is shorter for an empty one.
 _SHORTEST_FILE = 512
 
+_PAGE_BYTES = 8192
+# The write-ahead log is carried over into the file when it has grown to this, and cut back to twice this after a burst.
+_LOG_BYTES = 32 << 20
 _PRAGMAS = (
+    # Of a file that is new. Arrays of some megabytes want long pages, the rows of commands short ones.
+    f"page_size={_PAGE_BYTES}",
     # Milliseconds. Another process may look into the file: it is waited for so long before a write counts as failed.
     "busy_timeout=5000",
     "journal_mode=WAL",
     # Every commit is synced. NORMAL would sync at checkpoints only.
     "synchronous=FULL",
-    # Bytes that the write-ahead log is cut back to after a burst.
-    f"journal_size_limit={64 << 20}",
+    f"wal_autocheckpoint={_LOG_BYTES // _PAGE_BYTES}",
+    f"journal_size_limit={2 * _LOG_BYTES}",
 )
 
 

@@ -18,8 +18,8 @@ from gateway.store.journal import Journal, JournalUnavailable
 from tests.crash.workload import demand
 from tests.gateway.store.rows import Writing, a_command, a_model, url_of
 
-_DISK_BYTES = 4 << 20
-_PAGE = 4096
+_DISK_BYTES = 8 << 20
+_PAGE = 8192
 _PATIENCE_S = 30.0
 
 

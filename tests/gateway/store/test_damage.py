@@ -14,7 +14,7 @@ from gateway.store.journal import Journal, JournalUnusable
 from gateway.store.records import Stored
 from tests.gateway.store.rows import a_command, a_model, a_session, url_of, writing
 
-_PAGE = 4096
+_PAGE = 8192
 
 
 async def filled(directory: Path) -> Stored:

@@ -118,14 +118,15 @@ async def test_the_file_stays_bounded_where_snapshots_and_pruning_keep_up(tmp_pa
     async with writing(tmp_path) as journal:
         await journal.accept(a_command(0), a_model())
         await journal.complete(a_command(0), 0)
-        for turn in range(1, 200):
+        for turn in range(1, 500):
             command = a_command(turn, payload=bytes(200_000))
             await journal.accept(command)
             await journal.complete(command, turn)
             if turn % 10 == 0:
                 await journal.snapshot(turn)
                 journal.journal.prune(LATE, LATE, 5)
-            if turn in (40, 199):
+            if turn in (249, 499):
                 sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))  # noqa: ASYNC240
-    assert sizes[1] < 1.5 * sizes[0], sizes
-    assert sizes[1] < 20 << 20
+    # The log takes a while to come to its length; 100 MB have gone through.
+    assert sizes[1] < 1.2 * sizes[0], sizes
+    assert sizes[1] < 50 << 20

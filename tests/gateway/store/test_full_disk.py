@@ -106,7 +106,7 @@ async def test_one_that_is_too_big_is_refused_alone(tmp_path: Path) -> None:
     """Those who came with it are refused too, but outcomes are not, and the journal serves on."""
     async with writing(tmp_path) as journal:
         await journal.accept(a_command(0), a_model())
-        with no_room(tmp_path, spare=200_000):
+        with no_room(tmp_path, spare=500_000):
             big, outcome = journal.accept(a_command(1, payload=_BIG)), journal.complete(a_command(0), 0)
             await refused(big)
             await asyncio.wait_for(outcome, _PATIENCE_S)
@@ -121,7 +121,7 @@ async def test_each_is_answered_once_in_order_whatever_the_disk_does(tmp_path: P
         journal.answers.clear()
         accepting = []
         for number in range(1, 60):
-            room = no_room(tmp_path, spare=20_000) if number % 3 else no_room(tmp_path, spare=1 << 30)
+            room = no_room(tmp_path, spare=40_000) if number % 3 else no_room(tmp_path, spare=1 << 30)
             with room:
                 accepting.append(journal.accept(a_command(number)))
                 await asyncio.sleep(0.002)
