@@ -11,6 +11,7 @@ from trainer_cell.checkpoint.load import LoadContext, load_slot
 from trainer_cell.checkpoint.save import SaveContext, prepare_save, save_slot
 from trainer_cell.gateway_link import GatewayLink
 from trainer_cell.protocol.commands import (
+    Acknowledge,
     Command,
     CreateModel,
     DiscardGradients,
@@ -74,7 +75,7 @@ def serve(cell: Cell, link: GatewayLink | None) -> None:
         if isinstance(command, Stop):
             cell.saving.publisher.drain()
             return
-        if isinstance(command, Tick):
+        if isinstance(command, Tick | Acknowledge):
             continue
         with watchdog.deadline(cell.command_deadline_s):
             outcome = _answer(cell, command, link.say if link is not None else _say_nothing)
@@ -97,7 +98,7 @@ def _answer(cell: Cell, command: Command, say: Callable[[Said], None]) -> Succes
     try:
         return execute(cell, command, say)
     except CommandFailed as failure:
-        assert not isinstance(command, Tick | Stop)
+        assert not isinstance(command, Acknowledge | Tick | Stop)
         log.warning("%s of %s failed: %r", type(command).__name__, getattr(command, "model_id", "the cell"), failure)
         return Failed(command.command_id, failure.kind, failure.message)
 
@@ -126,7 +127,7 @@ def execute(cell: Cell, command: Command, say: Callable[[Said], None]) -> Succes
             return loaded
         case ForgetModels():
             return ModelsForgotten(command.command_id, _forget(cell.slots, frozenset(command.keep)))
-        case Tick() | Stop():
+        case Acknowledge() | Tick() | Stop():
             raise AssertionError("handled by the loop")
 
 

@@ -21,6 +21,7 @@ from tests.fakes.fake_slots import FakeSlots
 from tests.fakes.fake_vault import WatchedDisk, bytes_of, save_model
 from trainer_cell.protocol.commands import (
     PROTOCOL_VERSION,
+    Acknowledge,
     Command,
     ForgetModels,
     ModelCommand,
@@ -218,7 +219,7 @@ class FakeCell:
             self.commands.append(command)
             if isinstance(command, Stop):
                 raise Killed
-            if not isinstance(command, Tick):
+            if not isinstance(command, Tick | Acknowledge):
                 outcome = self._answer(command)
                 if self._deadly_answer is not None and isinstance(command, self._deadly_answer):
                     self._die()
