@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.trainer_cell import odd_base
-from tests.trainer_cell.client import Client
+from tests.trainer_cell.client import Client, new_id
 from tests.trainer_cell.faults import AGREED, ENDING, fault, install
 from tests.trainer_cell.forked_ranks import PATIENCE_S
 from tests.trainer_cell.running_cell import CellEnded, RunningCell
@@ -66,7 +66,7 @@ class Disturbed:
         if at in OF_SAVE:
             return self.model.save_command("target")
         if at == "create":
-            return CreateModel("create", "session:train:1", SPEC, 0)
+            return CreateModel(new_id(), "session:train:1", SPEC, 0)
         version = Vault(self.root).resolve(CheckpointAddress(self.model.model_id, "weights", "before"))
         assert version is not None
         return self.model.load_command(version)
