@@ -73,11 +73,11 @@ def serve(cell: Cell, link: GatewayLink | None) -> None:
     while True:
         frame = _next_frame(link) if link is not None else cell.ranks.broadcast(None)
         command = decode_command(frame)
+        cell.saving.publisher.give_up_overdue()
         with watchdog.deadline(_deadline_s(command)):
             if link is not None:
                 # The other ranks wait for this as long as it takes; a rank that does not take it must not stop rank 0.
                 cell.ranks.broadcast(frame)
-            cell.saving.publisher.give_up_overdue()
             outcome = _answer(cell, command, link.say if link is not None else _say_nothing)
         if link is not None and outcome is not None:
             link.say(outcome)
