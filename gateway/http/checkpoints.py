@@ -58,7 +58,7 @@ def checked_name(name: str) -> str:
 def training_path(path: str) -> str:
     """The address itself; raises `InvalidRequest` for no address, or one whose kind holds no training state."""
     address = address_of(path)
-    if address.kind != "weights":
+    if address.kind == "sampler_weights":
         raise InvalidRequest(f"a load needs a training checkpoint (weights/...), this is of kind {address.kind}")
     return address.uri
 

@@ -115,7 +115,7 @@ def load_address(path: str) -> CheckpointAddress:
         address = parse_address(path)
     except InvalidRequest as error:
         raise CommandFailed(ErrorKind.BAD_COMMAND, error.message) from error
-    if address.kind != "weights":
+    if address.kind == "sampler_weights":
         raise CommandFailed(
             ErrorKind.BAD_COMMAND,
             f"{path} is a {address.kind} checkpoint, which is for sampling; training loads a weights checkpoint",
