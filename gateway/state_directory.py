@@ -79,6 +79,10 @@ class StateDirectory:
             self._replace(place, secrets.token_bytes(32))
         return place.read_bytes()
 
+    def journal_url(self) -> str:
+        """As SQLAlchemy has it."""
+        return f"sqlite:///{self.journal_path()}"
+
     def journal_path(self) -> Path:
         return self.path / "journal.sqlite3"
 

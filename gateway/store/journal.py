@@ -41,6 +41,7 @@ class Journal:
         """Of a database that has the newest tables; see `open`."""
         self._engine = engine
         self._lock = lock
+        self._is_closed = False
         self._reader = Reader(engine, where)
         self._writer = Writer(engine, where, self._reader.disconnect)
 
@@ -102,6 +103,9 @@ class Journal:
     def note_attempt(self, request_id: str, attempts: int, on_durable: Callback) -> None:
         self._note(request_id, {"attempts": attempts}, on_durable)
 
+    def note_version(self, request_id: str, version: str, on_durable: Callback) -> None:
+        self._note(request_id, {"version": version}, on_durable)
+
     def note_turn(self, request_id: str, turn: int) -> None:
         self._note(request_id, {"turn": turn})
 
@@ -144,7 +148,11 @@ class Journal:
         self._writer.put(partial(prune, told_before=told_before, untold_before=untold_before, remembered=remembered))
 
     async def close(self) -> None:
-        """Everything is written and its callbacks called; raises `JournalUnavailable` if the disk takes it no more."""
+        """Everything is written and its callbacks called; raises `JournalUnavailable` if the disk takes it no more.
+        Again: nothing more happens."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             await asyncio.to_thread(self._writer.close)
         finally:

@@ -128,9 +128,10 @@ class FakeCell:
         """The next command of that kind fails so, with nothing changed."""
         self._failures.append((kind, error))
 
-    def hold_next(self, kind: type[ModelCommand]) -> Hold:
-        """Stop before executing the next command of that kind."""
+    def hold_next(self, kind: type[ModelCommand], after: int = 0) -> Hold:
+        """Stop before executing the next command of that kind, or the one that comes after so many more."""
         hold = Hold()
+        hold.num_to_pass = after
         self._holds.append((kind, hold))
         return hold
 
@@ -147,6 +148,11 @@ class FakeCell:
     def die_before_answering(self, kind: type[ModelCommand]) -> None:
         """Execute the next command of that kind and be killed before its outcome is told."""
         self._deadly_answer = kind
+
+    def count_saves(self, model_id: str) -> int:
+        """Of checkpoints that somebody asked for: snapshots come when they come."""
+        saves = (command for command in self.commands if isinstance(command, SaveState))
+        return sum(save.model_id == model_id and save.kind != "recovery" for save in saves)
 
     def count(self, kind: type[ModelCommand] | type[ForgetModels]) -> int:
         return sum(isinstance(command, kind) for command in self.commands)
@@ -222,6 +228,9 @@ class FakeCell:
     def _answer(self, command: ModelCommand | ForgetModels) -> Success | Failed | None:
         for index, (kind, hold) in enumerate(self._holds):
             if isinstance(command, kind):
+                hold.num_to_pass -= 1
+                if hold.num_to_pass >= 0:
+                    continue
                 hold.stop_here()
                 self._check_alive()
                 del self._holds[index]
