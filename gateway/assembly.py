@@ -51,7 +51,13 @@ def run(settings: GatewayProcessSettings) -> int:
         with vault.lock():
             journal = Journal.open(state.journal_url())
             catalog = Catalog(vault, tenant_digester(secret), settings.tenant_quota_bytes)
-            scheduler = Scheduler(CellLink(socket_path), catalog, journal)
+            scheduler = Scheduler(
+                CellLink(socket_path),
+                catalog,
+                journal,
+                rules=settings.snapshot_rules,
+                idle_model_s=settings.idle_model_days * 86_400,
+            )
             # Leases what models still need, so it comes before anything is collected.
             stored = journal.load()
             scheduler.restore(stored)

@@ -145,7 +145,7 @@ class Captures:
         try:
             answer = await publishing.outcome()
         except CommandFailed as failure:
-            answer = failure
+            answer = await self._dispatcher.settled(future, failure)
         except CellLost:
             log.warning("the cell was lost while it published %s: the save is made again", future.request_id)
         held = self._publications.end(queue.model.model_id)
@@ -164,6 +164,7 @@ class Captures:
             await self._note_snapshot(queue, saved, turn)
         except CommandFailed as failure:
             log.warning("no snapshot of %s: %s", queue.model.model_id, failure.message)
+            queue.history.note_no_snapshot()
         except CellLost:
             log.warning("the cell was lost while it published a snapshot of %s", queue.model.model_id)
         finally:

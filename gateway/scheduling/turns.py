@@ -13,6 +13,7 @@ from gateway.scheduling.backlog import Backlog
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_epoch import CellEpoch
 from gateway.scheduling.cell_link import CellLink, CellLost
+from gateway.scheduling.durable import durable
 from gateway.scheduling.effects import note_change, note_facts
 from gateway.scheduling.execution import Execution
 from gateway.scheduling.fairness import FairShare
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 # A command that a cell was lost under so often is taken to be what ended it.
 MOST_ATTEMPTS = 3
+# A journal whose disk is full holds up no stop for longer; what it lacks is done again.
+_LAST_WRITES_S = 5.0
 
 
 class Turns:
@@ -103,6 +106,9 @@ class Turns:
             with suppress(asyncio.CancelledError):
                 await self._task
         await self._link.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WRITES_S):
+                await durable(self._journal.when_written)
 
     async def _come_to_an_end(self, grace_s: float) -> None:
         assert self._task is not None

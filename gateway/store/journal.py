@@ -143,6 +143,10 @@ class Journal:
         """It was unloaded: it has no snapshot any more, and its commands no payloads."""
         self._writer.put(partial(writes.drop_model, model_id=model_id), on_durable)
 
+    def when_written(self, on_durable: Callback) -> None:
+        """Once all that was asked for so far is durable."""
+        self._writer.put(writes.nothing, on_durable)
+
     def prune(self, told_before: float, untold_before: float, remembered: int) -> None:
         """Forget what is neither needed nor asked for any more; see `forgetting.prune`."""
         self._writer.put(partial(prune, told_before=told_before, untold_before=untold_before, remembered=remembered))
