@@ -67,7 +67,7 @@ class Slots:
         await self._park_state(queue)
         await self._link.execute(FreeModel(new_command_id(), model_id))
         self._residency.leave(model_id)
-        log.info("model %s is parked", model_id)
+        log.debug("model %s is parked", model_id)
 
     async def bring_back(self, queue: ModelQueue, hello: Hello) -> None:
         """Have the model in a slot, with everything it has done. Raises `CellLost`, or `CommandFailed` (MODEL_LOST)
@@ -90,7 +90,7 @@ class Slots:
         model, history = queue.model, queue.history
         if history.is_broken:
             raise CommandFailed(ErrorKind.STORAGE_FAILED, "the journal of what it did has changed on the disk")
-        log.info("bringing back model %s: %d commands after its last snapshot", model.model_id, len(history.changes))
+        log.debug("bringing back model %s: %d commands after its last snapshot", model.model_id, len(history.changes))
         if (snapshot := history.snapshot) is not None:
             assert model.adapter is not None
             await self._link.execute(

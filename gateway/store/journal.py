@@ -135,6 +135,12 @@ class Journal:
             num_bytes=len(outcome),
         )
 
+    def answer(self, request_id: str, outcome: bytes, finished: float, on_durable: Callback) -> None:
+        """As `complete`, of a command that changes no model and has no turn among a model's."""
+        values = {"turn": -1, "finished": finished}
+        write = partial(writes.answer, request_id=request_id, values=values, outcome=outcome)
+        self._writer.put(write, on_durable, num_bytes=len(outcome))
+
     def note_snapshot(self, model_id: str, version: str, turn: int, on_durable: Callback) -> None:
         """Drops the payloads of the finished commands whose effect it holds."""
         self._writer.put(partial(writes.note_snapshot, model_id=model_id, version=version, turn=turn), on_durable)
