@@ -37,7 +37,7 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, fault_file: Path) -> Iterator[RunningService]:
     environment = {"PYTHONPATH": str(FAULTS), "CELLGATE_TEST_FAULT_FILE": str(fault_file)}
-    service = RunningService(tmp_path_factory.mktemp("faulty"), "--slots", "1000", ranks=2, environment=environment)
+    service = RunningService(tmp_path_factory.mktemp("faulty"), ranks=2, environment=environment)
     try:
         yield service.start()
         assert service.stop() == 0

@@ -24,7 +24,7 @@ from trainer_cell.vault.layout import CheckpointAddress, Vault
 
 pytestmark = pytest.mark.cell
 
-MODEL = "startup:train:0"
+MODEL, SECOND = "startup:train:0", "startup:train:1"
 
 
 def directory_of(service: RunningService, uri: str) -> Path:
@@ -65,6 +65,14 @@ def test_a_copied_checkpoint_goes_on_as_the_first_tenants_model(
     assert rest.http.post("/api/v1/create_session", json={"tags": []}).json()["warning_message"] is None
     resumed = service.client().create_training_client_from_state_with_optimizer(written).result()
     assert save(service, resumed, "by-the-sdk").same_as(state)
+    assert service.stop() == 0
+    # It stays, as far as it has come; another start with the option makes another model.
+    service.start()
+    models = Rest(service).get("/v1/models")["models"]
+    found = [(one["id"], one["iteration"]) for one in models if one["id"].startswith("startup:")]
+    assert found == [(SECOND, 2), (MODEL, 3)]
+    assert Training(service, SECOND).rate() == rate
+    assert started.rate() == undisturbed.rate()
     assert service.stop() == 0
 
 
