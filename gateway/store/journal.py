@@ -113,10 +113,6 @@ class Journal:
         """Durable within about a second, and no later than any later write."""
         self._note(request_id, {"told_moment": moment, "told": told}, is_lazy=True)
 
-    def note_signs(self, signs: Mapping[str, float]) -> None:
-        """signs: of sessions by id, when each was last heard of. Durable as `note_told`."""
-        self._writer.put(partial(writes.note_signs, signs=dict(signs)), is_lazy=True)
-
     def complete(
         self,
         request_id: str,

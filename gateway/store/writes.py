@@ -36,12 +36,6 @@ def finish_session(connection: Connection, session: SessionRecord) -> None:
     _one(connection, _by_id(sessions), session.session_id, values)
 
 
-def note_signs(connection: Connection, signs: Mapping[str, float]) -> None:
-    if signs:
-        rows = [{"id": session_id, "last_sign": last_sign} for session_id, last_sign in signs.items()]
-        connection.execute(_by_id(sessions), rows)
-
-
 def insert_command(connection: Connection, command: CommandRecord, model: ModelRecord | None) -> None:
     if model is not None:
         connection.execute(models.insert(), msgspec.structs.asdict(model))
