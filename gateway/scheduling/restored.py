@@ -14,7 +14,8 @@ from gateway.scheduling.history import History, Snapshot
 from gateway.scheduling.identity import command_id_of
 from gateway.scheduling.journal_rows import future_of, is_of_import, model_of, outcome_of, session_of
 from gateway.scheduling.model_queue import KeyBook, ModelQueue
-from gateway.scheduling.recovery_snapshots import newest_snapshot
+from gateway.scheduling.recovery_snapshots import SnapshotAhead, newest_snapshot
+from gateway.scheduling.requests import RejectedRequest
 from gateway.scheduling.sessions import Session, SessionBook
 from gateway.scheduling.visits import PLAIN_REST
 from gateway.store.records import CommandRecord, ModelRecord, Stored
@@ -69,7 +70,7 @@ class Restored:
         if (session := self._by_id.get(record.session_id)) is not None:
             session.model_ids.append(record.model_id)
         queue.contiguous = record.floor
-        queue.history = History(self._snapshot(queue, record))
+        self._find_snapshot(queue, record)
         records = self._commands[record.model_id]
         futures = [future_of(command) for command in records]
         for command, future in zip(records, futures, strict=True):
@@ -84,12 +85,15 @@ class Restored:
             self._place(queue, command, future)
         return queue
 
-    def _snapshot(self, queue: ModelQueue, record: ModelRecord) -> Snapshot | None:
-        noted = None if record.snapshot is None else Snapshot(record.snapshot, record.snapshot_turn)
+    def _find_snapshot(self, queue: ModelQueue, record: ModelRecord) -> None:
         if queue.model.is_over:
             return None
         try:
-            return newest_snapshot(self._vault, record.model_id, noted)
+            queue.history = History(newest_snapshot(self._vault, record.model_id, record.created, noted, done))
+        except SnapshotAhead as error:
+            log.error("%s: the model is not brought back", error)
+            queue.history = History(noted)
+            queue.history.is_broken = True
         except VaultError as error:
             log.error("the snapshot of %s cannot be held: %s", record.model_id, error)
             return noted
