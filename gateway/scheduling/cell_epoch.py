@@ -94,7 +94,9 @@ class CellEpoch:
         future = self._futures.find(request_id_of(outcome.command_id))
         queue = self._queues.get(future.model_id) if future is not None else None
         if future is None or queue is None or not queue.is_expected(future):
-            if future is None or future.is_done:
+            if future is None or future.is_done or future.turn is None:
+                # Nobody's, or of a command that comes again behind one whose own outcome is not known: its slot does
+                # not agree and is freed, so that the cell must run it and not remember what came of it.
                 self._link.acknowledge(outcome.command_id)
             # Else it was heard, and is acknowledged when it is in the journal.
             return
