@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from gateway.scheduling.admission import answer_without_cell, estimated_cost
+from gateway.scheduling.admission import answer_without_cell, estimated_cost, foreign_base
 from gateway.scheduling.backlog import Backlog
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_epoch import CellEpoch
@@ -162,7 +162,7 @@ class Turns:
         """Whether the head of the queue must wait for a save that is being written; asked again when its turn comes."""
         head.waiting_for = self._publications.reason_to_wait(
             queue, head.request, is_resident=queue.model.model_id in self._residency
-        ) or _foreign(queue, self._link.hello)
+        ) or foreign_base(queue.model, self._link.hello)
         return head.waiting_for is not None
 
     async def _run(self) -> None:
@@ -238,7 +238,8 @@ class Turns:
         model = queue.model
         if future.turn is None:
             future.turn = queue.next_turn()
-        if future is queue.unsettled:
+        is_settled_now = future is queue.unsettled
+        if is_settled_now:
             queue.unsettled, queue.must_save_again = None, False
         note_facts(queue, future, answer)
         note_change(queue, future, answer)
@@ -258,6 +259,9 @@ class Turns:
         )
         if model.is_over:
             self._journal.drop_model(model.model_id)
+        if is_settled_now:
+            for one in self._publications.release():
+                self.advance(one)
 
     def _end(self, queue: ModelQueue) -> None:
         """The model is over: nothing of it need be brought back."""
@@ -291,10 +295,3 @@ def _poison(future: Future) -> CommandFailed:
         f"the trainer cell was lost {future.attempts} times while it ran this command, which is not tried again: it "
         "may need more memory or time than there is; the model is as it was before",
     )
-
-
-def _foreign(queue: ModelQueue, hello: Hello | None) -> str | None:
-    digest = queue.model.base_digest
-    if hello is None or digest is None or digest == hello.base_model.digest:
-        return None
-    return f"its base model {queue.model.base_model} is not the one that is served now"
