@@ -62,6 +62,8 @@ class Captures:
                 self._tried_alone.discard(future.request_id)
                 return failure
             self._publications.note_full()
+            # No cell was lost under it.
+            future.attempts -= 1
             self._turns.put_back(queue, future)
             return None
         if future.turn is None:
