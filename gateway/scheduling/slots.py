@@ -6,6 +6,7 @@ journal says was answered is answered nobody twice; a save whose version never c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -17,7 +18,7 @@ from gateway.scheduling.journal_rows import data_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.requests import ForwardBackwardRequest, OptimStepRequest
 from gateway.scheduling.residency import Residency
-from gateway.store.journal import Journal
+from gateway.store.journal import Journal, JournalUnavailable
 from trainer_cell.protocol.commands import (
     CreateModel,
     DiscardGradients,
@@ -31,6 +32,9 @@ from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Hello, OptimStepDone
 
 log = logging.getLogger(__name__)
+
+# A journal that cannot be read just now is asked again, so often.
+_READ_AGAIN_S = 0.5
 
 
 class Slots:
@@ -146,8 +150,16 @@ class Slots:
             case "discard":
                 return DiscardGradients(command_id, model_id, turn=turn)
 
+    async def _payload(self, request_id: str) -> bytes | None:
+        while True:
+            try:
+                return (await self._journal.payloads([request_id])).get(request_id)
+            except JournalUnavailable as error:
+                log.error("a model waits to be brought back: %s", error)
+                await asyncio.sleep(_READ_AGAIN_S)
+
     async def _forward_backward(self, model_id: str, change: Change) -> ForwardBackward:
-        payload = (await self._journal.payloads([change.request_id])).get(change.request_id)
+        payload = await self._payload(change.request_id)
         request = change.request
         assert isinstance(request, ForwardBackwardRequest)
         if payload is None:
