@@ -80,7 +80,7 @@ class CellEpoch:
         kept = [resident for resident in hello.models if self._agrees(resident, hello)]
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
-            await self._link.execute(ForgetModels(new_command_id(), keep))
+            await self._link.execute_own(ForgetModels(new_command_id(), keep))
         for resident in kept:
             self._keep(self._queues[resident.model_id], hello, is_same_life or is_first)
         self._link.leave_unadopted()

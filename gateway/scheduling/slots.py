@@ -69,7 +69,7 @@ class Slots:
         """Free the model's slot; its state is on disk, or can be had again from there and the journal."""
         model_id = queue.model.model_id
         await self._park_state(queue)
-        await self._link.execute(FreeModel(new_command_id(), model_id))
+        await self._link.execute_own(FreeModel(new_command_id(), model_id))
         self._residency.leave(model_id)
         log.debug("model %s is parked", model_id)
 
@@ -81,7 +81,7 @@ class Slots:
         try:
             await self._do_again(queue)
         except CommandFailed as failure:
-            await self._link.execute(FreeModel(new_command_id(), model_id))
+            await self._link.execute_own(FreeModel(new_command_id(), model_id))
             raise CommandFailed(
                 ErrorKind.MODEL_LOST,
                 f"the state of model {model_id} could not be brought back into the trainer cell: {failure.message}; "
@@ -97,7 +97,7 @@ class Slots:
         log.debug("bringing back model %s: %d commands after its last snapshot", model.model_id, len(history.changes))
         if (snapshot := history.snapshot) is not None:
             assert model.adapter is not None
-            await self._link.execute(
+            await self._link.execute_own(
                 LoadState(
                     new_command_id(),
                     model.model_id,
@@ -111,7 +111,7 @@ class Slots:
         for change in tuple(history.changes):
             await self._save_before(queue, change.turn)
             command = await self._command_of(queue, change)
-            done = await self._link.execute(command)
+            done = await self._link.execute_own(command)
             if isinstance(done, OptimStepDone) and change.iteration not in (None, done.iteration):
                 raise CommandFailed(
                     ErrorKind.RANK_FAILED,
