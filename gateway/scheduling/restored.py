@@ -87,7 +87,10 @@ class Restored:
 
     def _find_snapshot(self, queue: ModelQueue, record: ModelRecord) -> None:
         if queue.model.is_over:
-            return None
+            return
+        noted = None if record.snapshot is None else Snapshot(record.snapshot, record.snapshot_turn)
+        rows = self._commands[record.model_id]
+        done = {row.turn: row.request_id for row in rows if row.turn is not None and row.finished is not None}
         try:
             queue.history = History(newest_snapshot(self._vault, record.model_id, record.created, noted, done))
         except SnapshotAhead as error:
@@ -96,7 +99,7 @@ class Restored:
             queue.history.is_broken = True
         except VaultError as error:
             log.error("the snapshot of %s cannot be held: %s", record.model_id, error)
-            return noted
+            queue.history = History(noted)
 
     def _remember(self, command: CommandRecord, future: Future) -> None:
         if command.finished is None or future.is_done:
@@ -116,8 +119,9 @@ class Restored:
 
     def _do(self, queue: ModelQueue, future: Future) -> None:
         answer = future.error or future.outcome
-        if answer is None:
-            log.error("the answer of %s has changed on the disk", future.request_id)
+        is_changed = isinstance(future.request, RejectedRequest) and future.error is None
+        if answer is None or is_changed:
+            log.error("what was asked or answered as %s has changed on the disk", future.request_id)
             queue.history.is_broken = True
             return
         if future.version is not None:
