@@ -16,6 +16,7 @@ from gateway.scheduling.futures import FutureBook
 from gateway.scheduling.identity import command_id_of, new_command_id, request_id_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
+from gateway.scheduling.recovery_snapshots import forget_snapshots, with_snapshots
 from gateway.scheduling.residency import Residency
 from gateway.scheduling.settlement import settle_forgotten
 from gateway.scheduling.turn_taking import TurnTaking
@@ -151,3 +152,6 @@ class CellEpoch:
         else:
             if removed:
                 log.info("swept what dead cells had staged: %d entries", len(removed))
+        over = [queue.model.model_id for queue in self._queues.values() if queue.model.is_over]
+        for model_id in await asyncio.to_thread(with_snapshots, self._vault, over):
+            await forget_snapshots(self._vault, model_id)

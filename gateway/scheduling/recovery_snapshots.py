@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections.abc import Iterable, Mapping
 
 from gateway.scheduling.history import Snapshot
 from trainer_cell.vault.deletion import delete_checkpoint
@@ -53,13 +55,13 @@ def newest_snapshot(
     return Snapshot(noted.version, noted.turn, vault.lease(noted.version))
 
 
-async def forget_snapshots(vault: Vault, model_id: str) -> None:
-    """Remove them: the model is over. What the disk does not let go is tried again at the next start."""
 def with_snapshots(vault: Vault, model_ids: Iterable[str]) -> list[str]:
     """Those of the models that have one on disk; blocks."""
     return [model_id for model_id in model_ids if os.path.lexists(vault.public_path(address_of(model_id)))]
 
 
+async def forget_snapshots(vault: Vault, model_id: str) -> None:
+    """Remove them: the model is over. What the disk does not let go is tried again at the next start."""
     try:
         await asyncio.to_thread(delete_checkpoint, vault, address_of(model_id))
     except VaultError as error:
