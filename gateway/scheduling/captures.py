@@ -116,12 +116,12 @@ class Captures:
         model, last = queue.model, queue.history.last_of_weights
         if last is None or model.model_id in self._publications or queue.unsettled is not None:
             return
-        command = SaveState(
-            command_id=new_command_id(),
         if not self._journal.is_available:
             return
         # What a snapshot holds must be in the journal first: a gateway that finds it must not do any of it again.
         await durable(self._journal.when_written)
+        command = SaveState(
+            command_id=new_command_id(),
             model_id=model.model_id,
             name=SNAPSHOT_NAME,
             kind="recovery",
