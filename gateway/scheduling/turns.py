@@ -203,6 +203,7 @@ class Turns:
         try:
             answer = await self._execution.answer(queue, future)
         except CellLost:
+            self._epoch.interrupted = future
             self.put_back(queue, future)
             return
         if queue.running is future:
