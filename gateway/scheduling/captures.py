@@ -21,11 +21,12 @@ from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
 from gateway.scheduling.recovery_snapshots import SNAPSHOT_NAME, TURN, forget_snapshots
 from gateway.scheduling.requests import SaveRequest
+from gateway.scheduling.settlement import settle_forgotten
 from gateway.scheduling.turn_taking import TurnTaking
 from gateway.store.journal import Journal
 from trainer_cell.protocol.commands import SaveState
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
-from trainer_cell.protocol.outcomes import Progress, StateSaved, Success
+from trainer_cell.protocol.outcomes import Hello, Progress, StateSaved, Success
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,15 @@ class Captures:
         self._tried_alone: set[str] = set()
         self._forgetting: set[asyncio.Task[None]] = set()
 
-    async def save(self, queue: ModelQueue, future: Future) -> CommandFailed | None:
+    async def save(self, queue: ModelQueue, future: Future, hello: Hello) -> StateSaved | CommandFailed | None:
         """None when the save goes on behind the ranks' back, or is to be tried again. Raises `CellLost`."""
         assert isinstance(future.request, SaveRequest)
+        if future.may_have_run and not self._link.is_awaited(command_id_of(future.request_id)):
+            # Of a cell that was lost between, or for a gateway that was: its own version must not be in its way.
+            saved = await settle_forgotten(self._catalog.vault, future, hello.epoch)
+            if saved is not None:
+                return saved
+        future.may_have_run = True
         try:
             publishing = await self._dispatcher.capture(future, future.request)
         except CommandFailed as failure:
@@ -63,14 +70,16 @@ class Captures:
             self._publications.note_full()
             self._turns.put_back(queue, future)
             return None
-        if future.turn is None:
-            # From now on commands may run that it must not see: its place is on record before theirs are.
-            future.turn = queue.next_turn()
-            self._journal.note_turn(future.request_id, future.turn)
-        queue.unsettled = future
+        self.note_captured(queue, future)
         self._tried_alone.discard(future.request_id)
         self._begin(queue, self._publish(queue, future, publishing))
         return None
+
+    def note_captured(self, queue: ModelQueue, future: Future) -> None:
+        """From now on commands may run that it must not see: its place is on record before theirs are."""
+        future.turn = queue.next_turn()
+        self._journal.note_turn(future.request_id, future.turn)
+        queue.unsettled = future
 
     async def save_again(self, queue: ModelQueue) -> None:
         """The model's unsettled save, while its slot holds what the save is to hold. Raises `CellLost`."""

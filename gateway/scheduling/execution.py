@@ -66,7 +66,7 @@ class Execution:
         await self._note_attempt(future)
         try:
             if isinstance(future.request, SaveRequest):
-                return await self.captures.save(queue, future)
+                return await self.captures.save(queue, future, hello)
             return await self.dispatcher.run(queue, future, hello)
         except CommandFailed as failure:
             return failure

@@ -170,7 +170,7 @@ def future_of(record: CommandRecord) -> Future:
     future = Future(record.tenant, record.model_id, operation_of(request), request, record.moment, record.request_id)
     future.payload_bytes = record.payload_bytes
     future.attempts, future.turn, future.version = record.attempts, record.turn, record.version
-    future.told_moment = record.told_moment
+    future.told_moment, future.may_have_run = record.told_moment, True
     future.accept()
     if record.outcome is not None:
         future.finish(outcome_of(record.outcome))

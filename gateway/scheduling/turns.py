@@ -263,7 +263,7 @@ class Turns:
 
     def _on_durable(self, future: Future, answer: Success | CommandFailed) -> None:
         self._futures.finish(future, answer)
-        if future.attempts:
+        if future.attempts or future.may_have_run:
             self._link.acknowledge(command_id_of(future.request_id))
 
     def _on_lost(self, hello: Hello) -> None:
