@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.execution import Execution
-from gateway.scheduling.futures import FutureBook
+from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.identity import command_id_of, new_command_id, request_id_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
@@ -32,6 +32,7 @@ class CellEpoch:
     """One life of the cell after the other.
 
     hello: of the cell attached now or last. is_settled: one is attached, and both sides agree on what is resident.
+    interrupted: the command that ran when the connection ended.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class CellEpoch:
     ) -> None:
         self.hello: Hello | None = None
         self.is_settled = False
+        self.interrupted: Future | None = None
         self._link = link
         self._vault = vault
         self._queues = queues
@@ -82,7 +84,8 @@ class CellEpoch:
             keep = tuple(resident.model_id for resident in kept)
             await self._link.execute(ForgetModels(new_command_id(), keep))
         for resident in kept:
-            self._keep(self._queues[resident.model_id], hello, is_same_life or is_first)
+            self._keep(self._queues[resident.model_id], hello, is_first)
+        self._acquit(is_same_life)
         self._link.leave_unadopted()
         await self._settle_saves(hello)
         if not is_same_life:
@@ -117,15 +120,21 @@ class CellEpoch:
         is_saved = save is None or command_id_of(save.request_id) in hello.publishing
         return is_saved and resident.turn == queue.history.last_turn
 
-    def _keep(self, queue: ModelQueue, hello: Hello, was_innocent: bool) -> None:
+    def _acquit(self, is_same_life: bool) -> None:
+        """What ran when the connection alone was lost has ended no cell, whether its model had a slot yet or not."""
+        interrupted, self.interrupted = self.interrupted, None
+        if is_same_life and interrupted is not None and interrupted.attempts:
+            interrupted.attempts -= 1
+
+    def _keep(self, queue: ModelQueue, hello: Hello, is_first: bool) -> None:
         self._residency.touch(queue.model.model_id)
         save = queue.unsettled
         if save is not None:
             queue.must_save_again, save.state = False, "writing"
             flight = self._link.adopt(command_id_of(save.request_id))
             self._execution.captures.adopt(queue, save, flight, hello.epoch)
-        if was_innocent and queue.ready and queue.ready[0].attempts:
-            # The connection or the gateway was lost while it ran, and not the cell.
+        if is_first and queue.ready and queue.ready[0].attempts:
+            # The gateway was lost while it ran, and not the cell.
             queue.ready[0].attempts -= 1
 
     async def _settle_saves(self, hello: Hello) -> None:

@@ -161,9 +161,8 @@ class Turns:
     def _is_held(self, queue: ModelQueue, head: Future) -> bool:
         """Whether the head of the queue must wait; asked again when its turn comes."""
         is_resident = queue.model.model_id in self._residency
-        head.waiting_for = self._publications.reason_to_wait(queue, head.request, is_resident)
-        if head.waiting_for is None:
-            head.waiting_for = other_base(queue.model, self._link.hello)
+        reason = self._publications.reason_to_wait(queue, head.request, is_resident)
+        head.waiting_for = reason or other_base(queue.model, self._link.hello)
         return head.waiting_for is not None
 
     def _stays(self, queue: ModelQueue) -> bool:
@@ -216,6 +215,7 @@ class Turns:
         try:
             answer = await self._execution.answer(queue, future)
         except CellLost:
+            self._epoch.interrupted = future
             self.put_back(queue, future)
             return
         if queue.running is future:
@@ -285,8 +285,8 @@ class Turns:
                 self.advance(queue)
 
     def on_task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            log.critical("the task that runs commands ended by a bug", exc_info=task.exception())
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            log.critical("the task that runs commands ended by a bug", exc_info=bug)
             self.is_stopping = True
             self._futures.release_waiters()
             self._on_crash()
