@@ -275,8 +275,7 @@ class Turns:
 
     def _on_durable(self, future: Future, answer: Success | CommandFailed) -> None:
         self._futures.finish(future, answer)
-        if future.attempts:
-            self._link.acknowledge(command_id_of(future.request_id))
+        self._link.acknowledge(command_id_of(future.request_id))
 
     def _on_lost(self, hello: Hello) -> None:
         self._epoch.lose(hello)
