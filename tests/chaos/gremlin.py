@@ -64,7 +64,7 @@ _SHARES = {
 # Of the kills, how many hit the recovery from the one before.
 _DURING_RECOVERY = 0.15
 # Fewer commands than this between two kills of a cell may be none at all: they were answered before the first.
-_SETTLED = 8
+_SETTLED = 12
 # A command that is lost as often, alone, is held to be the cause.
 _POISON = 3
 

@@ -31,7 +31,7 @@ class Fault(Enum):
     LATE = "the request is sent again after the next one was answered"
 
 
-RATES: Mapping[Fault, float] = dict.fromkeys(Fault, 0.02)
+RATES: Mapping[Fault, float] = dict.fromkeys(Fault, 0.015)
 
 
 class FaultPlan:
