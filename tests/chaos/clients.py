@@ -12,6 +12,7 @@ from typing import Any
 import tinker
 
 from tests.chaos.programme import (
+    FINAL,
     SHAPES,
     Continue,
     Forward,
@@ -137,11 +138,18 @@ def _passed(operation: Operation, output: tinker.ForwardBackwardOutput) -> Answe
 
 
 def carry_out(url: str, number: int, operations: Sequence[Operation], progress: Progress) -> Record:
-    """A client's whole life, from the opening of its session to its goodbye."""
+    """A client's whole life, from the opening of its session to its goodbye.
+
+    From the final save on it wants quiet: its model is in a slot then, and its goodbye has all of it written down.
+    """
+    at = operations.index(Save(FINAL))
     service = tinker.ServiceClient(base_url=url, api_key=API_KEY)
     try:
         trainee = Trainee(service, number, progress)
-        trainee.do(operations)
+        trainee.do(operations[:at])
+        trainee.settle()
+        progress.wait_for_quiet()
+        trainee.do(operations[at:])
         trainee.settle()
         service.close("success").result(ANSWER_S)
         return trainee.record

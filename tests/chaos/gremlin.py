@@ -125,7 +125,7 @@ class Gremlin:
         self._random = random.Random(f"gremlin/{seed}")
 
     def run(self, plan: Sequence[Kill], progress: Progress) -> None:
-        """Ends early when the clients do, and always with the service ready."""
+        """Ends early when the clients will send nothing more, and always with the service ready and quiet."""
         gone: list[psutil.Process] = []
         for kill in plan:
             if kill.recovery is None:
@@ -137,6 +137,7 @@ class Gremlin:
             gone = self.kill(kill.victim)
             self.done.append(f"{progress.count}: {kill}")
         self.wait_for(Stage.READY, gone)
+        progress.quiet()
 
     def kill(self, victim: Victim) -> list[psutil.Process]:
         """SIGKILL; returns, once they are gone, all processes that ended by it and will have successors."""

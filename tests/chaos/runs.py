@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.chaos.clients import Record, carry_out, first_difference
@@ -23,16 +24,19 @@ Programmes = Sequence[Sequence[Operation]]
 
 @dataclass(frozen=True)
 class Left:
-    """records, states, versions: of each client. states: the final checkpoint's; versions: how often each name was
-    published, for each of its models."""
+    """Of each client. states: the final checkpoint's; versions: how often each name was published, for each of its
+    models; snapshots: what the service wrote down for itself at the client's goodbye, filled in once it has stopped.
+    """
 
     records: list[Record]
     states: list[State]
     versions: list[list[Counter[str]]]
+    snapshots: list[State] = field(default_factory=list)
 
 
 def quiet_run(service: RunningService, programmes: Programmes) -> Left:
-    progress = Progress()
+    progress = Progress(len(programmes))
+    progress.quiet()
     with ThreadPoolExecutor(len(programmes)) as pool:
         clients = [
             pool.submit(carry_out, service.url, number, operations, progress)
@@ -45,7 +49,7 @@ def quiet_run(service: RunningService, programmes: Programmes) -> Left:
 def run_under_fire(service: RunningService, programmes: Programmes, kills: Sequence[Kill], ranks: int) -> Left:
     """Every client behind a proxy of its own; raises `AssertionError` when a planned kill or a kind of fault was
     missing, since the run would then show less than it says."""
-    progress = Progress()
+    progress = Progress(len(programmes))
     with ExitStack() as stack:
         proxies = [stack.enter_context(Proxy(service.url, FaultPlan(number))) for number in range(len(programmes))]
         gremlin = Gremlin(service, ranks, lambda url: retarget(proxies, url), len(kills))
@@ -76,8 +80,9 @@ def all_or_none(parts: Sequence[Future[Any]], progress: Progress) -> None:
     done, _ = wait(parts, return_when=FIRST_EXCEPTION)
     failed = [part for part in done if part.exception() is not None]
     if failed:
-        progress.end()
-        raise failed[0].exception() or AssertionError
+        progress.stop()
+        # The others only say that they were stopped.
+        failed[0].result()
 
 
 def what_is_left(service: RunningService, records: list[Record]) -> Left:
@@ -87,6 +92,11 @@ def what_is_left(service: RunningService, records: list[Record]) -> Left:
         [read_state(service.checkpoints, final) for final in finals],
         [[published(service, model_id) for model_id in record.model_ids] for record in records],
     )
+
+
+def read_snapshots(root: Path, left: Left) -> None:
+    """Once the service has stopped."""
+    left.snapshots.extend(read_state(root, f"tinker://{one.model_ids[-1]}/recovery/latest") for one in left.records)
 
 
 def published(service: RunningService, model_id: str) -> Counter[str]:
@@ -104,6 +114,11 @@ def assert_same(quiet: Left, disturbed: Left, programmes: Programmes, parts: fro
         assert found.same_as(state), number
         assert found.manifest.iteration == state.manifest.iteration, number
         assert {key.rpartition("/")[2] for key in found.tensors} == parts
+    for number, (snapshot, found) in enumerate(zip(quiet.snapshots, disturbed.snapshots, strict=True)):
+        # Always of everything, whatever checkpoints hold.
+        assert snapshot.manifest.has_optimizer, number
+        assert found.same_as(snapshot), number
+        assert found.manifest.iteration == snapshot.manifest.iteration, number
     expected = [versions_of(operations) for operations in programmes]
     assert quiet.versions == expected
     assert disturbed.versions == expected

@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.clients import first_difference
 from tests.chaos.gremlin import plan_of_kills
 from tests.chaos.programme import ForwardBackward, Operation, programme
-from tests.chaos.runs import assert_same, quiet_run, run_under_fire
+from tests.chaos.runs import assert_same, quiet_run, read_snapshots, run_under_fire
 from tests.service.running import RunningService
 
 pytestmark = [pytest.mark.cell, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -76,10 +76,12 @@ def test_clients_of_a_service_under_fire_notice_nothing_but_time(tmp_path: Path,
     programmes = [programme(number, case.steps) for number in range(NUM_CLIENTS)]
     with running(tmp_path / "quiet", case, slots=64) as service:
         quiet = quiet_run(service, programmes)
+    read_snapshots(service.checkpoints, quiet)
     num_commands = sum(len(record.answers) for record in quiet.records)
     kills = plan_of_kills(case.kills, case.kills, num_commands, case.ranks)
     with running(tmp_path / "fire", case, case.slots) as service:
         disturbed = run_under_fire(service, programmes, kills, case.ranks)
+    read_snapshots(service.checkpoints, disturbed)
     assert_same(quiet, disturbed, programmes, case.parts)
 
 

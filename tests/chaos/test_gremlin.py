@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,13 +30,14 @@ def test_no_plan_kills_the_cell_three_times_with_nothing_in_between(seed: int) -
 
 
 def test_who_waits_for_commands_is_let_go_when_no_more_will_come() -> None:
-    progress, went_on = Progress(), []
-    waiting = threading.Thread(target=lambda: went_on.append(progress.wait_for_more(2)))
-    waiting.start()
-    progress.note()
-    progress.end()
-    waiting.join(10)
-    assert went_on == [False]
+    progress = Progress(2)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(progress.wait_for_more, 2)
+        progress.note()
+        clients = [pool.submit(progress.wait_for_quiet) for _ in range(2)]
+        assert not waiting.result(10)
+        progress.quiet()
+        assert [client.result(10) for client in clients] == [None, None]
 
 
 @pytest.mark.cell
@@ -51,7 +52,7 @@ def test_the_service_comes_back_from_every_kill(tmp_path: Path) -> None:
         service.start()
         gremlin = Gremlin(service, 2, urls.append, seed=1)
         before = gremlin.wait_for(Stage.READY)
-        gremlin.run(plan, Progress())
+        gremlin.run(plan, Progress(1))
         after = gremlin.wait_for(Stage.READY, [before.gateway, *before.cell])
         assert len(gremlin.done) == len(plan)
         assert urls == [service.url]

@@ -62,7 +62,7 @@ def alone(service: RunningService) -> list[tuple[Record, State]]:
     client = service.client()
     left = []
     for kind in range(NUM_KINDS):
-        trainee = Trainee(client, kind, Progress())
+        trainee = Trainee(client, kind, Progress(1))
         for visit in visits(kind):
             trainee.do(visit)
         trainee.settle()
@@ -73,7 +73,7 @@ def alone(service: RunningService) -> list[tuple[Record, State]]:
 def in_turns(service: RunningService, num_models: int) -> list[tuple[Record, State]]:
     """All models, visit by visit: at every other one each has its answers before the next model's turn comes."""
     client = service.client()
-    progress = Progress()
+    progress = Progress(1)
     trainees = [Trainee(client, number % NUM_KINDS, progress) for number in range(num_models)]
     for at in range(len(visits(0))):
         for number, trainee in enumerate(trainees):

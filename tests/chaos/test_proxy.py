@@ -119,10 +119,12 @@ def test_a_client_under_faults_gets_the_answers_of_an_undisturbed_one_and_nothin
     kinds = (CreateModel, ForwardBackward, OptimStep, SaveState)
     operations = programme(0, 10)
     assert any(isinstance(operation, Save) for operation in operations)
-    quiet = carry_out(gateway.where.url, 0, operations, Progress())
+    progress = Progress(1)
+    progress.quiet()
+    quiet = carry_out(gateway.where.url, 0, operations, progress)
     once = {kind: gateway.cell.count(kind) for kind in kinds}
     with Proxy(gateway.where.url, FaultPlan(0, dict.fromkeys(Fault, 0.05))) as proxy:
-        disturbed = carry_out(proxy.url, 0, operations, Progress())
+        disturbed = carry_out(proxy.url, 0, operations, progress)
     assert set(proxy.counts) == set(Fault)
     assert proxy.disagreements == []
     assert first_difference(quiet, disturbed) is None

@@ -131,7 +131,7 @@ def test_a_service_that_works_for_long_grows_neither_in_memory_nor_on_disk(tmp_p
     service = RunningService(tmp_path, *options)
     try:
         pids = service.start().pids()
-        progress = Progress()
+        progress = Progress(NUM_MODELS)
         samples = watched(service, progress)
         assert progress.count >= LEAST_COMMANDS
         assert service.pids() == pids
