@@ -7,8 +7,9 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 
@@ -22,11 +23,13 @@ from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.identity import tenant_digester
 from gateway.scheduling.imports import Imports
+from gateway.scheduling.restored import outcomes_of
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.start_up import StartUpFailed, first_model_made, submit_first_model
 from gateway.scheduling.sweeper import Sweeper, log_recovery
 from gateway.settings import GatewayProcessSettings
 from gateway.state_directory import StateDirectory, StateUnusable
+from gateway.store.journal import Journal, JournalUnusable
 from trainer_cell.vault.collect import Collector
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
@@ -46,20 +49,31 @@ def run(settings: GatewayProcessSettings) -> int:
         socket_path = settings.gateway_socket or state.socket_path()
         vault.create()
         with vault.lock():
+            journal = Journal.open(state.journal_url())
+            catalog = Catalog(vault, tenant_digester(secret), settings.tenant_quota_bytes)
+            scheduler = Scheduler(
+                CellLink(socket_path),
+                catalog,
+                journal,
+                rules=settings.snapshot_rules,
+                idle_model_s=settings.idle_model_days * 86_400,
+            )
+            # Leases what models still need, so it comes before anything is collected.
+            stored = journal.load()
+            scheduler.restore(stored)
             # Before the port answers: nobody is shown a checkpoint that is not settled.
-            recovered = recover(vault)
+            recovered = recover(vault, outcomes_of(stored))
             log_recovery(recovered)
             listener = _listener(settings)
             if settings.listen_fd is None:
                 # Nobody supervises this process, so nobody else tells.
                 sys.stdout.write(f"cellgate gateway {url_of(settings.host, listener)} cell socket {socket_path}\n")
                 sys.stdout.flush()
-            catalog = Catalog(vault, tenant_digester(secret), settings.tenant_quota_bytes)
-            return asyncio.run(_serve(settings, CellLink(socket_path), catalog, recovered, keys, listener))
+            return asyncio.run(_closing(journal, _serve(settings, scheduler, recovered, keys, listener)))
     except StartUpFailed as error:
         sys.stderr.write(f"cellgate: {error}\n")
         return NOT_AGAIN
-    except (StateUnusable, VaultError, OSError) as error:
+    except (StateUnusable, JournalUnusable, VaultError, OSError) as error:
         sys.stderr.write(f"cellgate: {error}\n")
         return 1
 
@@ -86,10 +100,17 @@ class _SignalledServer(Server):
         self.has_crashed = self.should_exit = True
 
 
+async def _closing(journal: Journal, serving: Coroutine[Any, Any, int]) -> int:
+    """Answers are told to the very end, and that they were is in the journal too."""
+    try:
+        return await serving
+    finally:
+        await journal.close()
+
+
 async def _serve(
     settings: GatewayProcessSettings,
-    link: CellLink,
-    catalog: Catalog,
+    scheduler: Scheduler,
     recovered: RecoveryReport,
     keys: dict[str, str],
     listener: socket.socket,
@@ -99,7 +120,8 @@ async def _serve(
     def on_crash() -> None:
         server.crash()
 
-    scheduler = Scheduler(link, catalog, on_crash=on_crash)
+    scheduler.on_crash = on_crash
+    catalog = scheduler.catalog
     first = await submit_first_model(scheduler, next(iter(keys.values())), settings.start_up)
     limits = Limits(max_body_bytes=settings.max_body_mb << 20, stop_grace_s=settings.stop_grace_s)
     collector = Collector(catalog.vault, settings.rules, catalog.inventory)

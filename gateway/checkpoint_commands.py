@@ -21,7 +21,7 @@ from gateway.settings import RetentionSettings, StateSettings
 from trainer_cell.vault.collect import Collector, Due
 from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import VaultError, VaultLocked
-from trainer_cell.vault.layout import CheckpointAddress, InvalidAddress, Vault
+from trainer_cell.vault.layout import KINDS, CheckpointAddress, InvalidAddress, Vault
 from trainer_cell.vault.lifetime import pin, unpin
 from trainer_cell.vault.listing import Listed, list_checkpoints
 from trainer_cell.vault.quarantine import Quarantined, empty_quarantine, list_quarantined
@@ -85,14 +85,14 @@ class VerifyCheckpoints(StateSettings):
     """Check checkpoints: files, sizes, manifest; with --deep every byte. Exit status 1 when one is damaged."""
 
     paths: CliPositionalArg[list[str]] = Field([], description="checkpoint directories or tinker:// addresses")
-    all: CliToggleFlag[bool] = Field(False, description="every checkpoint under the root")
+    all: CliToggleFlag[bool] = Field(False, description="every checkpoint under the root, recovery snapshots too")
     deep: CliToggleFlag[bool] = Field(False, description="read every byte")
 
     def cli_cmd(self) -> None:
         vault = Vault(self.checkpoint_root)
         if self.all == bool(self.paths):
             sys.exit("cellgate: give either paths or --all")
-        addresses = [listed.address.uri for listed in list_checkpoints(vault)] if self.all else self.paths
+        addresses = [listed.address.uri for listed in list_checkpoints(vault, kinds=KINDS)] if self.all else self.paths
         missing = [address for address in addresses if not self._is_there(vault, address)]
         there = [address for address in addresses if address not in missing]
         num_damaged = sum(not self._is_good(vault, address) for address in there)

@@ -3,6 +3,7 @@
 STATE/            0700
   api_key         0600, `KEY=TENANT`, made at the first start that was given no key
   tenant_secret   0600, 32 random bytes: what the owners named in manifests are digested with
+  journal.sqlite3 0600, sessions, models and accepted commands; beside it -wal, -shm and .lock
   checkpoints/    the checkpoint root, unless it is elsewhere
   run/            0700
     lock          held by the one `cellgate serve` of this state
@@ -77,6 +78,13 @@ class StateDirectory:
         if not place.exists():
             self._replace(place, secrets.token_bytes(32))
         return place.read_bytes()
+
+    def journal_url(self) -> str:
+        """As SQLAlchemy has it."""
+        return f"sqlite:///{self.journal_path()}"
+
+    def journal_path(self) -> Path:
+        return self.path / "journal.sqlite3"
 
     def socket_path(self) -> Path:
         """Where the cell dials in: always the same for one state, in a directory of this user's own, 0700."""

@@ -144,7 +144,6 @@ def _build(settings: CellSettings, layout: Layout, choices: _Choices, ranks: Ran
             no_save_optim=settings.no_save_optim,
         ),
         loading=LoadContext(ranks, vault, base.description, choices.dtype, settings.no_load_optim),
-        command_deadline_s=settings.command_deadline_s,
     )
     return cell, epoch
 

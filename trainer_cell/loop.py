@@ -11,6 +11,7 @@ from trainer_cell.checkpoint.load import LoadContext, load_slot
 from trainer_cell.checkpoint.save import SaveContext, prepare_save, save_slot
 from trainer_cell.gateway_link import GatewayLink
 from trainer_cell.protocol.commands import (
+    Acknowledge,
     Command,
     CreateModel,
     DiscardGradients,
@@ -18,6 +19,7 @@ from trainer_cell.protocol.commands import (
     ForwardBackward,
     FreeModel,
     LoadState,
+    ModelCommand,
     OptimStep,
     SaveState,
     Stop,
@@ -36,12 +38,14 @@ from trainer_cell.protocol.outcomes import (
     Said,
     Success,
 )
-from trainer_cell.ranks import Ranks
+from trainer_cell.ranks import COLLECTIVE_TIMEOUT, Ranks
 from trainer_cell.training import step
 from trainer_cell.training.build import Base
 from trainer_cell.training.slots import SlotTable
 
 log = logging.getLogger(__name__)
+
+SlotCommand = CreateModel | LoadState | ForwardBackward | OptimStep | DiscardGradients
 
 _TICK = encode_command(Tick())
 _STOP = encode_command(Stop())
@@ -56,11 +60,10 @@ class Cell:
     slots: SlotTable
     saving: SaveContext
     loading: LoadContext
-    command_deadline_s: float
 
     def resident(self) -> tuple[ResidentModel, ...]:
         return tuple(
-            ResidentModel(slot.model_id, slot.spec, slot.optimizer.step, slot.optimizer.iteration)
+            ResidentModel(slot.model_id, slot.spec, slot.optimizer.step, slot.optimizer.iteration, slot.turn)
             for slot in self.slots.resident()
         )
 
@@ -68,18 +71,23 @@ class Cell:
 def serve(cell: Cell, link: GatewayLink | None) -> None:
     """Obey until told to stop. `link` is rank 0's; the other ranks pass None and follow its broadcasts."""
     while True:
-        frame = cell.ranks.broadcast(_next_frame(link) if link is not None else None)
-        cell.saving.publisher.give_up_overdue()
+        frame = _next_frame(link) if link is not None else cell.ranks.broadcast(None)
         command = decode_command(frame)
-        if isinstance(command, Stop):
-            cell.saving.publisher.drain()
-            return
-        if isinstance(command, Tick):
-            continue
-        with watchdog.deadline(cell.command_deadline_s):
+        cell.saving.publisher.give_up_overdue()
+        with watchdog.deadline(_deadline_s(command)):
+            if link is not None:
+                # The other ranks wait for this as long as it takes; a rank that does not take it must not stop rank 0.
+                cell.ranks.broadcast(frame)
             outcome = _answer(cell, command, link.say if link is not None else _say_nothing)
         if link is not None and outcome is not None:
             link.say(outcome)
+        if isinstance(command, Stop):
+            cell.saving.publisher.drain()
+            return
+
+
+def _deadline_s(command: Command) -> float:
+    return command.deadline_s if isinstance(command, ModelCommand) else COLLECTIVE_TIMEOUT.total_seconds()
 
 
 def _next_frame(link: GatewayLink) -> bytes:
@@ -94,17 +102,35 @@ def _say_nothing(_said: Said) -> None:
 
 
 def _answer(cell: Cell, command: Command, say: Callable[[Said], None]) -> Success | Failed | None:
+    if isinstance(command, Acknowledge | Tick | Stop):
+        return None
     try:
         return execute(cell, command, say)
     except CommandFailed as failure:
-        assert not isinstance(command, Tick | Stop)
         log.warning("%s of %s failed: %r", type(command).__name__, getattr(command, "model_id", "the cell"), failure)
         return Failed(command.command_id, failure.kind, failure.message)
 
 
-def execute(cell: Cell, command: Command, say: Callable[[Said], None]) -> Success | None:
+def execute(cell: Cell, command: ModelCommand | ForgetModels, say: Callable[[Said], None]) -> Success | None:
     """Run one command on this rank. All ranks call it together; raises the same `CommandFailed` on each of them.
     None for a save: its outcome is said when it is published, which the ranks do not wait for."""
+    match command:
+        case CreateModel() | LoadState() | ForwardBackward() | OptimStep() | DiscardGradients():
+            outcome = _change(cell, command)
+            if not (isinstance(command, ForwardBackward) and command.forward_only):
+                cell.slots.get(command.model_id).turn = command.turn
+            return outcome
+        case FreeModel():
+            return ModelFreed(command.command_id, cell.slots.free(command.model_id))
+        case SaveState():
+            save_slot(cell.saving, cell.slots.get(command.model_id), command, say)
+            return None
+        case ForgetModels():
+            return ModelsForgotten(command.command_id, _forget(cell.slots, frozenset(command.keep)))
+
+
+def _change(cell: Cell, command: SlotCommand) -> Success:
+    """One that changes a slot, or computes over it."""
     match command:
         case ForwardBackward():
             return step.forward_backward(cell.base, cell.slots.get(command.model_id), cell.ranks, command)
@@ -115,19 +141,10 @@ def execute(cell: Cell, command: Command, say: Callable[[Said], None]) -> Succes
             return GradientsDiscarded(command.command_id)
         case CreateModel():
             return _create(cell, command)
-        case FreeModel():
-            return ModelFreed(command.command_id, cell.slots.free(command.model_id))
-        case SaveState():
-            save_slot(cell.saving, cell.slots.get(command.model_id), command, say)
-            return None
         case LoadState():
             loaded = load_slot(cell.loading, cell.slots, command)
             prepare_save(cell.saving, cell.slots.get(command.model_id))
             return loaded
-        case ForgetModels():
-            return ModelsForgotten(command.command_id, _forget(cell.slots, frozenset(command.keep)))
-        case Tick() | Stop():
-            raise AssertionError("handled by the loop")
 
 
 def _create(cell: Cell, command: CreateModel) -> ModelCreated:

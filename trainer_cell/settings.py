@@ -44,4 +44,3 @@ class CellSettings(BaseSettings):
     threads: int | None = Field(None, ge=1, description="CPU threads of each rank; default: cores / local ranks")
     save_buffers: int = Field(32, ge=1, description="most saves written at once; each has a copy of its model's state")
     save_memory_mb: int = Field(2048, ge=1, description="most memory of each rank for those copies, in MiB")
-    command_deadline_s: float = Field(3600.0, gt=0, description="a command that takes longer ends the cell")

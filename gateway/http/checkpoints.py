@@ -25,7 +25,7 @@ async def save_weights(request: Request, gateway: GatewayOf, tenant: TenantOf) -
     raw = await json_of(request)
     turn = read(wire.ModelTurn, raw)
     asked = or_rejected("save", lambda: _save_of(read(wire.SaveWeights, raw)))
-    return accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
+    return await accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
 
 
 @router.post("/save_weights_for_sampler", openapi_extra=json_body(wire.ModelTurn), responses=SUBMIT_REFUSALS)
@@ -33,7 +33,7 @@ async def save_weights_for_sampler(request: Request, gateway: GatewayOf, tenant:
     """There is no sampling: the future fails. The client has spent the number, and its later commands go on."""
     turn = read(wire.ModelTurn, await json_of(request))
     asked = RejectedRequest("save", ErrorKind.BAD_COMMAND, "this service does not sample: save_state keeps the model")
-    return accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
+    return await accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
 
 
 def _save_of(body: wire.SaveWeights) -> SaveRequest:
@@ -58,7 +58,7 @@ def checked_name(name: str) -> str:
 def training_path(path: str) -> str:
     """The address itself; raises `InvalidRequest` for no address, or one whose kind holds no training state."""
     address = address_of(path)
-    if address.kind != "weights":
+    if address.kind == "sampler_weights":
         raise InvalidRequest(f"a load needs a training checkpoint (weights/...), this is of kind {address.kind}")
     return address.uri
 
@@ -81,7 +81,7 @@ async def load_weights(request: Request, gateway: GatewayOf, tenant: TenantOf) -
     addressing = read(wire.LoadAddressing, raw)
     if addressing.is_in_place == addressing.makes_model:
         raise InvalidRequest("either model_id with seq_id, or session_id with model_seq_id: one pair is needed")
-    return accepted(_load(raw, gateway, tenant) if addressing.is_in_place else _make(raw, gateway, tenant))
+    return await accepted(_load(raw, gateway, tenant) if addressing.is_in_place else _make(raw, gateway, tenant))
 
 
 def _load(raw: bytes, gateway: Gateway, tenant: str) -> Future:

@@ -26,6 +26,7 @@ from gateway.scheduling.errors import (
     Refused,
     SequenceConflict,
     Stopping,
+    Unavailable,
 )
 from trainer_cell.vault.errors import VaultError
 
@@ -69,6 +70,7 @@ _ANSWERS: dict[type[Refused], _Answer] = {
     SequenceConflict: _Answer(422, "sequence_conflict"),
     QueueFull: _Answer(429, "queue_full", retry_after_s=2),
     Stopping: _Answer(503, "stopping", retry_after_s=5),
+    Unavailable: _Answer(503, "journal_unavailable", retry_after_s=5),
 }
 # Details name what was asked for, which may be long.
 _MAX_DETAIL_CHARS = 500

@@ -35,6 +35,8 @@ async def readyz(gateway: GatewayOf) -> JSONResponse:
 def _reason(gateway: Gateway) -> str | None:
     if gateway.is_stopping:
         return "the gateway is going down"
+    if not gateway.scheduler.journal.is_available:
+        return "the journal cannot be written: its volume is full or failing"
     if gateway.scheduler.is_ready:
         return None
     if gateway.scheduler.is_starting_up:

@@ -66,7 +66,7 @@ async def import_checkpoint(
         alpha=body.alpha,
         overwrite=body.overwrite,
     )
-    return accepted_operation(gateway.imports.submit(tenant, body.model_id, asked, idempotency_key))
+    return await accepted_operation(gateway.imports.submit(tenant, body.model_id, asked, idempotency_key))
 
 
 async def _check_owned(gateway: Gateway, tenant: str, model_id: str) -> None:

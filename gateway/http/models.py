@@ -17,7 +17,9 @@ from gateway.scheduling.requests import CreateRequest, UnloadRequest
 router = APIRouter(prefix="/api/v1", tags=["SDK: models"])
 
 
-def accepted(future: Future) -> replies.Accepted:
+async def accepted(future: Future) -> replies.Accepted:
+    """Once it is in the journal, so that nothing that is answered can be lost."""
+    await future.accepted()
     return replies.Accepted(request_id=future.request_id, model_id=future.model_id)
 
 
@@ -27,7 +29,7 @@ async def create_model(request: Request, gateway: GatewayOf, tenant: TenantOf) -
     turn = read(wire.SessionTurn, raw)
     asked = or_rejected("create", lambda: create_request_of(read(wire.CreateModel, raw)))
     future = gateway.scheduler.submit_create(tenant, turn.session_id, turn.model_seq_id, asked)
-    return accepted(future)
+    return await accepted(future)
 
 
 def create_request_of(body: wire.CreateModel) -> CreateRequest:
@@ -77,4 +79,4 @@ async def get_info(request: Request, gateway: GatewayOf, tenant: TenantOf) -> re
 async def unload_model(request: Request, gateway: GatewayOf, tenant: TenantOf) -> replies.Accepted:
     """Gives the model's slot away, after everything accepted so far. It has no number of its own."""
     body = read(wire.ModelBody, await json_of(request))
-    return accepted(gateway.scheduler.submit(tenant, body.model_id, None, UnloadRequest()))
+    return await accepted(gateway.scheduler.submit(tenant, body.model_id, None, UnloadRequest()))

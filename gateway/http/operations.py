@@ -63,7 +63,8 @@ def _progress(bytes_done: int, bytes_total: int) -> Progress:
     return Progress(bytes_done=bytes_done, bytes_total=bytes_total)
 
 
-def accepted_operation(future: Future) -> JSONResponse:
-    """202, and where to look."""
+async def accepted_operation(future: Future) -> JSONResponse:
+    """202, and where to look, once it is in the journal."""
+    await future.accepted()
     body = status_of(future).model_dump(mode="json")
     return JSONResponse(body, 202, headers={"Location": f"{PATH}{future.request_id}"})

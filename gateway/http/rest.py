@@ -87,7 +87,7 @@ async def create_model(
             lr_schedule=None if body.lr_scheduler is None else body.lr_scheduler.as_schedule(),
         )
     )
-    return accepted_operation(gateway.scheduler.submit_create_plain(tenant, asked, idempotency_key))
+    return await accepted_operation(gateway.scheduler.submit_create_plain(tenant, asked, idempotency_key))
 
 
 @router.delete("/models/{model_id}", **WRITE)
@@ -95,7 +95,7 @@ async def unload_model(
     model_id: str, gateway: GatewayOf, tenant: TenantOf, idempotency_key: IdempotencyKey = None
 ) -> JSONResponse:
     """Gives the model's slot away. Its checkpoints stay."""
-    return accepted_operation(gateway.scheduler.submit(tenant, model_id, None, UnloadRequest(), idempotency_key))
+    return await accepted_operation(gateway.scheduler.submit(tenant, model_id, None, UnloadRequest(), idempotency_key))
 
 
 @router.post("/models/{model_id}/optim_step", openapi_extra=json_body(Step), **WRITE)
@@ -104,7 +104,7 @@ async def optim_step(
 ) -> JSONResponse:
     """One AdamW step over what forward_backward has accumulated, at the learning rate given or at the model's own."""
     asked = read(Step, await json_of(request)).as_request()
-    return accepted_operation(gateway.scheduler.submit(tenant, model_id, None, asked, idempotency_key))
+    return await accepted_operation(gateway.scheduler.submit(tenant, model_id, None, asked, idempotency_key))
 
 
 @router.post("/models/{model_id}/checkpoints", openapi_extra=json_body(NewCheckpoint), **WRITE)
@@ -119,7 +119,7 @@ async def save(
         ttl_seconds=body.ttl_seconds,
         user_metadata=body.user_metadata,
     )
-    return accepted_operation(gateway.scheduler.submit(tenant, model_id, None, asked, idempotency_key))
+    return await accepted_operation(gateway.scheduler.submit(tenant, model_id, None, asked, idempotency_key))
 
 
 @router.post("/models/{model_id}/load", openapi_extra=json_body(Load), **WRITE)
@@ -129,7 +129,7 @@ async def load(
     """Replaces the model's state. Accumulated gradients are dropped; if it fails, the model is as it was."""
     body = read(Load, await json_of(request))
     asked = LoadRequest(path=training_path(body.path), load_optimizer=body.load_optimizer)
-    return accepted_operation(gateway.scheduler.submit(tenant, model_id, None, asked, idempotency_key))
+    return await accepted_operation(gateway.scheduler.submit(tenant, model_id, None, asked, idempotency_key))
 
 
 @router.get(

@@ -15,6 +15,7 @@ from gateway.http.runs import entries_of
 from gateway.http.sessions import Limit, Offset
 from gateway.scheduling.catalog import Entry
 from gateway.scheduling.models import Model, ModelState
+from trainer_cell.vault.layout import RECOVERY
 
 router = APIRouter(prefix="/v1", tags=["Plain REST"])
 
@@ -124,6 +125,7 @@ async def list_checkpoints(
 
 def checkpoint_status(entry: Entry) -> CheckpointStatus:
     manifest = entry.manifest
+    assert entry.address.kind != RECOVERY, "neither listed nor changed by clients"
     return CheckpointStatus(
         path=entry.uri,
         model_id=entry.address.model_id,

@@ -18,6 +18,7 @@ from gateway.http.describe import json_body, refusals
 from gateway.http.rest_reading import CheckpointStatus, checkpoint_status
 from gateway.scheduling.sweeper import Sweep
 from trainer_cell.vault.collect import Due
+from trainer_cell.vault.layout import RECOVERY
 from trainer_cell.vault.model_recovery import Finding, What
 from trainer_cell.vault.retention import Reason, Rules
 
@@ -131,7 +132,7 @@ def _owned(dues: Sequence[Due], owner: str) -> list[Removed]:
     return [
         Removed(path=due.address.uri, reason=due.reason, size_bytes=due.num_bytes)
         for due in dues
-        if due.tenant_digest == owner
+        if due.tenant_digest == owner and due.version.kind != RECOVERY
     ]
 
 

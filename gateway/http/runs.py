@@ -23,7 +23,7 @@ router = APIRouter(prefix="/api/v1", tags=["SDK: training runs"])
 def checkpoint_of(entry: Entry) -> replies.Checkpoint:
     return replies.Checkpoint(
         checkpoint_id=f"{entry.address.kind}/{entry.address.name}",
-        checkpoint_type="training" if entry.address.kind == "weights" else "sampler",
+        checkpoint_type="sampler" if entry.address.kind == "sampler_weights" else "training",
         time=entry.created,
         tinker_path=entry.uri,
         size_bytes=entry.size_bytes,

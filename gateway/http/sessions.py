@@ -64,7 +64,7 @@ async def get_server_capabilities(gateway: GatewayOf, tenant: TenantOf) -> repli
 @router.post("/create_session", openapi_extra=json_body(wire.CreateSession))
 async def create_session(request: Request, gateway: GatewayOf, tenant: TenantOf) -> replies.SessionCreated:
     body = read(wire.CreateSession, await json_of(request))
-    session = gateway.scheduler.sessions.open(
+    session = await gateway.scheduler.visits.open(
         tenant,
         tags=tuple(body.tags),
         user_metadata=body.user_metadata,
@@ -95,7 +95,7 @@ async def session_heartbeat(request: Request, gateway: GatewayOf, tenant: Tenant
 async def finish_session(session_id: str, request: Request, gateway: GatewayOf, tenant: TenantOf) -> dict[str, str]:
     """The first reason stays; finishing again is answered alike."""
     body = read(wire.FinishSession, await json_of(request))
-    gateway.scheduler.sessions.finish(tenant, session_id, body.reason.type, body.detail)
+    await gateway.scheduler.finish_session(tenant, session_id, body.reason.type, body.detail)
     return {"status": "finished"}
 
 

@@ -31,7 +31,7 @@ async def forward_backward(request: Request, gateway: GatewayOf, tenant: TenantO
     """Answered at once, also when earlier numbers are missing: the SDK sends the first chunk of a call last."""
     raw = await protobuf_of(request, gateway.limits.max_body_bytes)
     decoded = await asyncio.to_thread(_decode, raw) if is_big(raw) else _decode(raw)
-    return accepted(gateway.scheduler.submit(tenant, *decoded))
+    return await accepted(gateway.scheduler.submit(tenant, *decoded))
 
 
 def _decode(raw: bytes) -> _Decoded:
@@ -47,7 +47,7 @@ async def optim_step(request: Request, gateway: GatewayOf, tenant: TenantOf) -> 
     raw = await json_of(request)
     turn = read(wire.ModelTurn, raw)
     asked = or_rejected("optim_step", lambda: _optim_step_of(read(wire.OptimStep, raw)))
-    return accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
+    return await accepted(gateway.scheduler.submit(tenant, turn.model_id, turn.seq_id, asked))
 
 
 def _optim_step_of(body: wire.OptimStep) -> OptimStepRequest:

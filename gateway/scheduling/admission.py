@@ -31,6 +31,9 @@ SHORTEST_TTL_S = 3600
 LONGEST_TTL_S = int(timedelta(days=3653).total_seconds())
 LARGEST_SEED = 2**63 - 1
 
+_LEAST_DEADLINE_S = 600.0
+_FEWEST_TOKENS_PER_S = 20.0
+
 _FIXED_COSTS: dict[Operation, int] = {
     "create": 256,
     "forward_backward": 64,
@@ -61,8 +64,17 @@ def estimated_cost(request: Request) -> int:
     return fixed
 
 
-def answer_without_cell(model: Model, request: Request) -> Success | CommandFailed | None:
-    """The answer of a command at the head of its model's queue, where no cell is needed to know it; else None."""
+def deadline_s(operation: Operation, payload_bytes: int) -> float:
+    """How long the ranks may take for a command before the cell counts as wedged: generous, since ending a cell that
+    is merely slow helps nobody. payload_bytes: of all its arrays, at least 4 a token."""
+    return _LEAST_DEADLINE_S + (payload_bytes / 4) / _FEWEST_TOKENS_PER_S
+
+
+def answer_without_cell(model: Model, request: Request, is_away: bool) -> Success | CommandFailed | None:
+    """The answer of a command at the head of its model's queue, where no cell is needed to know it; else None.
+
+    is_away: no cell holds anything of the model.
+    """
     if isinstance(request, RejectedRequest):
         return CommandFailed(request.kind, request.message)
     if model.state == "unloaded":
@@ -70,7 +82,7 @@ def answer_without_cell(model: Model, request: Request) -> Success | CommandFail
     if model.state == "failed":
         assert model.trouble is not None
         return CommandFailed(model.trouble.kind, f"model {model.model_id} was not made: {model.trouble.message}")
-    if model.state == "lost" and isinstance(request, UnloadRequest):
+    if is_away and isinstance(request, UnloadRequest):
         return ModelFreed(command_id="", was_resident=False)
     if model.state == "lost" and not isinstance(request, LoadRequest):
         return model.trouble
@@ -115,7 +127,7 @@ def load_address(path: str) -> CheckpointAddress:
         address = parse_address(path)
     except InvalidRequest as error:
         raise CommandFailed(ErrorKind.BAD_COMMAND, error.message) from error
-    if address.kind != "weights":
+    if address.kind == "sampler_weights":
         raise CommandFailed(
             ErrorKind.BAD_COMMAND,
             f"{path} is a {address.kind} checkpoint, which is for sampling; training loads a weights checkpoint",

@@ -20,7 +20,7 @@ from trainer_cell.vault.cover import directory_problems
 from trainer_cell.vault.deletion import delete_checkpoint, delete_expired
 from trainer_cell.vault.errors import CheckpointDamaged, CheckpointPinned, UnsupportedFormat, VaultError
 from trainer_cell.vault.inventory import Inventory
-from trainer_cell.vault.layout import CheckpointAddress, InvalidAddress, Vault
+from trainer_cell.vault.layout import RECOVERY, CheckpointAddress, InvalidAddress, Vault
 from trainer_cell.vault.lifetime import pin, set_expiry, unpin
 from trainer_cell.vault.listing import Listed, check_identity, find_checkpoint, list_checkpoints, record_of
 from trainer_cell.vault.manifest import Manifest, read_manifest
@@ -105,7 +105,7 @@ class Catalog:
 
     async def delete(self, tenant: str, address: str | CheckpointAddress) -> None:
         """Remove one checkpoint, damaged or not; raises `InvalidRequest`, `UnknownCheckpoint`, `CheckpointPinned`."""
-        await asyncio.to_thread(self._delete, tenant, parse_address(address))
+        await asyncio.to_thread(self._delete, tenant, _clients_own(address))
 
     async def set_ttl(self, tenant: str, address: str | CheckpointAddress, ttl_seconds: int | None) -> Entry:
         """Let it go so many seconds from now, or never; the checkpoint as it is then. Raises as `find`."""
@@ -122,7 +122,7 @@ class Catalog:
     async def _decide(
         self, tenant: str, address: str | CheckpointAddress, decide: Callable[[CheckpointAddress], bool]
     ) -> Entry:
-        found = (await self.find(tenant, address)).address
+        found = (await self.find(tenant, _clients_own(address))).address
         if not await asyncio.to_thread(decide, found):
             # Gone meanwhile, or a plain directory.
             await self.find(tenant, found)
@@ -250,6 +250,14 @@ def parse_address(address: str | CheckpointAddress) -> CheckpointAddress:
         return CheckpointAddress.parse(address)
     except InvalidAddress as error:
         raise InvalidRequest(str(error)) from error
+
+
+def _clients_own(address: str | CheckpointAddress) -> CheckpointAddress:
+    """Raises `InvalidRequest` also for a recovery snapshot: the service replaces and removes those by itself."""
+    parsed = parse_address(address)
+    if parsed.kind == RECOVERY:
+        raise InvalidRequest(f"{parsed.uri} is the service's own: it can be loaded, not changed or deleted")
+    return parsed
 
 
 def _unreadable(address: CheckpointAddress, damage: CheckpointDamaged | UnsupportedFormat) -> CheckpointUnreadable:

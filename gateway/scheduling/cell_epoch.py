@@ -1,4 +1,8 @@
-"""What the gateway and a cell know of each other when one of them is new, and what is lost when the cell goes."""
+"""What the gateway and a cell find in each other when one of them is new: nothing is run twice, nothing is lost.
+
+Either may have died alone. A cell that lived on tells the outcomes that its gateway may not have heard, which saves it
+still publishes, and of each slot how far its model had come; what agrees with the journal is kept.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,16 @@ import logging
 from collections.abc import Mapping
 
 from gateway.scheduling.cell_link import CellLink
-from gateway.scheduling.identity import new_command_id
+from gateway.scheduling.execution import Execution
+from gateway.scheduling.futures import FutureBook
+from gateway.scheduling.identity import command_id_of, new_command_id, request_id_of
 from gateway.scheduling.model_queue import ModelQueue
+from gateway.scheduling.publications import Publications
 from gateway.scheduling.residency import Residency
+from gateway.scheduling.settlement import settle_forgotten
+from gateway.scheduling.turn_taking import TurnTaking
 from trainer_cell.protocol.commands import ForgetModels
-from trainer_cell.protocol.errors import CommandFailed, ErrorKind
-from trainer_cell.protocol.outcomes import Hello, ResidentModel
+from trainer_cell.protocol.outcomes import Failed, Hello, ModelCreated, Outcome, ResidentModel, StateLoaded
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.publish import sweep_staging
@@ -26,61 +34,110 @@ class CellEpoch:
     hello: of the cell attached now or last. is_settled: one is attached, and both sides agree on what is resident.
     """
 
-    def __init__(self, link: CellLink, vault: Vault, queues: Mapping[str, ModelQueue], residency: Residency) -> None:
+    def __init__(
+        self,
+        link: CellLink,
+        vault: Vault,
+        queues: Mapping[str, ModelQueue],
+        futures: FutureBook,
+        residency: Residency,
+        publications: Publications,
+        execution: Execution,
+        turns: TurnTaking,
+    ) -> None:
         self.hello: Hello | None = None
         self.is_settled = False
         self._link = link
         self._vault = vault
         self._queues = queues
+        self._futures = futures
         self._residency = residency
-        # Lost with the last connection, but not by a command of their own: if that very cell comes back, so do they.
-        self._adoptable: dict[str, None] = {}
+        self._publications = publications
+        self._execution = execution
+        self._turns = turns
 
     def lose(self, hello: Hello) -> None:
-        """The connection ended: every resident model is lost."""
+        """The connection ended. Whether the cell did too shows when one dials again."""
         self.is_settled = False
-        self._adoptable.clear()
-        for model_id in self._residency.clear():
-            queue = self._queues[model_id]
-            queue.model.state = "lost"
-            queue.model.trouble = CommandFailed(
-                ErrorKind.MODEL_LOST,
-                f"the trainer cell that held model {model_id} was lost; load a checkpoint into the model to go on",
-            )
-            if queue.running is None:
-                self._adoptable[model_id] = None
+        self._residency.clear()
         log.warning("cell epoch %s was lost", hello.epoch)
 
-    async def settle(self, hello: Hello) -> list[ModelQueue]:
-        """Take on a cell that attached: have it free what we do not know, adopt what we do; the adopted.
+    async def settle(self, hello: Hello) -> None:
+        """Take on a cell that attached: hear what it did meanwhile, keep the slots that agree with the journal, have it
+        free the others, and find out what became of every save that was under way.
 
         Raises `CellLost`, or `CommandFailed` when the cell cannot even forget.
         """
         is_same_life = self.hello is not None and self.hello.epoch == hello.epoch
+        is_first = self.hello is None
         self.hello = hello
         log.info("cell epoch %s attached: %s, %d ranks", hello.epoch, hello.base_model.name, hello.layout.world)
-        known = [resident for resident in hello.models if is_same_life and self._is_ours(resident)]
-        if len(known) < len(hello.models):
-            keep = tuple(resident.model_id for resident in known)
+        while tasks := self._publications.tasks:
+            # Of the cell before: they look at the disk, and end.
+            await asyncio.wait(tasks)
+        for outcome in hello.outcomes:
+            self._hear(outcome, hello)
+        kept = [resident for resident in hello.models if self._agrees(resident, hello)]
+        if len(kept) < len(hello.models):
+            keep = tuple(resident.model_id for resident in kept)
             await self._link.execute(ForgetModels(new_command_id(), keep))
+        for resident in kept:
+            self._keep(self._queues[resident.model_id], hello, is_same_life or is_first)
+        self._link.leave_unadopted()
+        await self._settle_saves(hello)
         if not is_same_life:
             await self._sweep()
-        if self._link.hello is not hello:
-            return []
-        self.is_settled = True
-        return [self._adopt(resident) for resident in known if self._is_ours(resident)]
+        self.is_settled = self._link.hello is hello
 
-    def _is_ours(self, resident: ResidentModel) -> bool:
-        if resident.model_id not in self._adoptable:
+    def _hear(self, outcome: Outcome, hello: Hello) -> None:
+        """An outcome that nobody acknowledged: of a command that a gateway before sent, or of one of nobody's."""
+        future = self._futures.find(request_id_of(outcome.command_id))
+        queue = self._queues.get(future.model_id) if future is not None else None
+        if future is None or queue is None or not queue.is_expected(future):
+            self._link.acknowledge(outcome.command_id)
+            return
+        queue.take(future)
+        answer = outcome.as_error() if isinstance(outcome, Failed) else outcome
+        if isinstance(answer, ModelCreated | StateLoaded):
+            adapter = next((one.adapter for one in hello.models if one.model_id == future.model_id), None)
+            if adapter is not None:
+                self._execution.dispatcher.note_made(queue, hello, adapter)
+        if isinstance(answer, StateLoaded) and future.version is not None:
+            future.lease = self._vault.lease(future.version)
+        self._turns.conclude(queue, future, answer)
+        self._turns.advance(queue)
+
+    def _agrees(self, resident: ResidentModel, hello: Hello) -> bool:
+        queue = self._queues.get(resident.model_id)
+        if queue is None or queue.model.is_over or queue.model.adapter != resident.adapter:
             return False
-        model = self._queues[resident.model_id].model
-        return model.state == "lost" and (model.step, model.adapter) == (resident.step, resident.adapter)
+        save = queue.unsettled
+        is_saved = save is None or command_id_of(save.request_id) in hello.publishing
+        return is_saved and resident.turn == queue.history.last_turn
 
-    def _adopt(self, resident: ResidentModel) -> ModelQueue:
-        queue = self._queues[resident.model_id]
-        queue.model.state, queue.model.trouble = "ready", None
-        self._residency.touch(resident.model_id)
-        return queue
+    def _keep(self, queue: ModelQueue, hello: Hello, was_innocent: bool) -> None:
+        self._residency.touch(queue.model.model_id)
+        save = queue.unsettled
+        if save is not None:
+            queue.must_save_again, save.state = False, "writing"
+            flight = self._link.adopt(command_id_of(save.request_id))
+            self._execution.captures.adopt(queue, save, flight, hello.epoch)
+        if was_innocent and queue.ready and queue.ready[0].attempts:
+            # The connection or the gateway was lost while it ran, and not the cell.
+            queue.ready[0].attempts -= 1
+
+    async def _settle_saves(self, hello: Hello) -> None:
+        """Those that no cell knows of: told from the disk, or to be made again when their model is brought back."""
+        for queue in tuple(self._queues.values()):
+            save = queue.unsettled
+            if save is None or queue.model.model_id in self._publications:
+                continue
+            saved = await settle_forgotten(self._vault, save, hello.epoch)
+            if saved is not None:
+                self._turns.conclude(queue, save, saved)
+            else:
+                queue.must_save_again = True
+            self._turns.advance(queue)
 
     async def _sweep(self) -> None:
         try:

@@ -10,21 +10,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import socket
 import stat
+import struct
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from trainer_cell.protocol.commands import PROTOCOL_VERSION, ForgetModels, ModelCommand, SaveState, encode_command
+from trainer_cell.protocol.commands import (
+    PROTOCOL_VERSION,
+    Acknowledge,
+    ForgetModels,
+    ModelCommand,
+    SaveState,
+    encode_command,
+)
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
-from trainer_cell.protocol.framing import FrameError, read_frame, write_frame
+from trainer_cell.protocol.framing import FrameError, put_frame, read_frame, write_frame
 from trainer_cell.protocol.outcomes import Failed, Hello, Progress, Success, decode_said
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 30.0
 _READ_BUFFER_BYTES = 4 << 20
+# For commands that name no deadline; and what the cell's own watchdog is given to end it first.
+_PATIENCE_S = 600.0
+_SLACK_S = 30.0
 
 
 class CellLost(Exception):
@@ -97,6 +112,8 @@ class CellLink:
         self._last_refusal = ""
         self._on_ranks: Flight | None = None
         self._flights: dict[str, Flight] = {}
+        self._unadopted: dict[str, Flight] = {}
+        self._acknowledged: list[str] = []
 
     async def start(self) -> None:
         """Listen; raises `SocketDirectoryOpen`, or `OSError` when the path cannot be bound."""
@@ -137,6 +154,32 @@ class CellLink:
         """
         return await self._send(command, on_progress)
 
+    def adopt(self, command_id: str) -> Flight:
+        """A save that the attached cell was publishing when it said hello."""
+        return self._unadopted.pop(command_id)
+
+    def leave_unadopted(self) -> None:
+        """Nobody asks for the other saves the cell was publishing: their outcomes are acknowledged when they come."""
+        for command_id, flight in self._unadopted.items():
+            flight.answer.add_done_callback(partial(self._acknowledge_answer, command_id))
+        self._unadopted.clear()
+
+    def _acknowledge_answer(self, command_id: str, answer: asyncio.Future[Success | Failed]) -> None:
+        if answer.exception() is None:
+            self.acknowledge(command_id)
+
+    def acknowledge(self, command_id: str) -> None:
+        """Its outcome is in the journal, or nobody's: the cell need not remember it. Sent with others, soon."""
+        if not self._acknowledged:
+            asyncio.get_running_loop().call_soon(self._send_acknowledged)
+        self._acknowledged.append(command_id)
+
+    def _send_acknowledged(self) -> None:
+        acknowledged, self._acknowledged = tuple(self._acknowledged), []
+        # A cell that is away tells them again in its hello.
+        if self._attached is not None and not self._attached.is_closing():
+            put_frame(self._attached, encode_command(Acknowledge(acknowledged)))
+
     async def _send(
         self, command: ModelCommand | ForgetModels, on_progress: Callable[[Progress], None] | None
     ) -> Flight:
@@ -146,6 +189,8 @@ class CellLink:
             raise CellLost("no trainer cell is attached")
         assert self._on_ranks is None, "one command at a time"
         flight = self._on_ranks = self._flights[command.command_id] = Flight(command.command_id, on_progress)
+        patience_s = getattr(command, "deadline_s", _PATIENCE_S) + _SLACK_S
+        overdue = asyncio.get_running_loop().call_later(patience_s, self._end_cell, writer, command)
         try:
             await self._write(writer, command)
             await flight.captured
@@ -153,8 +198,19 @@ class CellLink:
             del self._flights[flight.command_id]
             raise CommandFailed(ErrorKind.BAD_COMMAND, f"the request is too large: {error}") from error
         finally:
+            overdue.cancel()
             self._on_ranks = None
         return flight
+
+    def _end_cell(self, writer: asyncio.StreamWriter, command: ModelCommand | ForgetModels) -> None:
+        """The cell's own watchdog should have ended it by now: rank 0 is stopped, or worse. Its agent ends the rest."""
+        connection = writer.get_extra_info("socket")
+        pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        log.critical("the cell is overdue with %s %s: it is ended", type(command).__name__, command.command_id)
+        if pid not in (0, os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        writer.close()
 
     async def _write(self, writer: asyncio.StreamWriter, command: ModelCommand | ForgetModels) -> None:
         try:
@@ -201,6 +257,9 @@ class CellLink:
 
     async def _attend(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.hello, self._attached = hello, writer
+        for command_id in hello.publishing:
+            flight = self._flights[command_id] = self._unadopted[command_id] = Flight(command_id, None)
+            flight.captured.set_result(None)
         self.ready.set()
         self.on_attached(hello)
         try:
@@ -229,5 +288,6 @@ class CellLink:
         self.on_lost(hello)
         flights = tuple(self._flights.values())
         self._flights.clear()
+        self._unadopted.clear()
         for flight in flights:
             flight.lose()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
-from gateway.scheduling.admission import check_create
+from gateway.scheduling.admission import check_create, deadline_s
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink, CellLost, Flight
+from gateway.scheduling.durable import durable
 from gateway.scheduling.futures import Future
-from gateway.scheduling.identity import new_command_id, timestamp
+from gateway.scheduling.identity import command_id_of, new_command_id, timestamp
 from gateway.scheduling.loadable import find_loadable
 from gateway.scheduling.model_queue import ModelQueue
-from gateway.scheduling.models import Model
 from gateway.scheduling.requests import (
     CreateFromCheckpointRequest,
     CreateRequest,
@@ -27,8 +28,10 @@ from gateway.scheduling.requests import (
 )
 from gateway.scheduling.residency import Residency
 from gateway.scheduling.saving import OpenSave
-from gateway.scheduling.settlement import settle_save
+from gateway.scheduling.settlement import settle_forgotten, settle_save
+from gateway.store.journal import Journal
 from trainer_cell.protocol.commands import (
+    AdapterSpec,
     CreateModel,
     DiscardGradients,
     ForwardBackward,
@@ -41,8 +44,8 @@ from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import (
     Hello,
     ModelFreed,
-    OptimStepDone,
     StateLoaded,
+    StateSaved,
     Success,
 )
 
@@ -52,15 +55,15 @@ log = logging.getLogger(__name__)
 class Publishing:
     """A captured save on its way to the disk."""
 
-    def __init__(self, catalog: Catalog, command: SaveState, hello: Hello, flight: Flight, save: OpenSave) -> None:
-        self._catalog, self._command, self._hello, self._flight, self._save = catalog, command, hello, flight, save
+    def __init__(self, catalog: Catalog, future: Future, epoch: str, flight: Flight, save: OpenSave) -> None:
+        self._catalog, self._future, self._epoch, self._flight, self._save = catalog, future, epoch, flight, save
 
     async def outcome(self) -> Success:
         """Once it is published. Raises `CommandFailed`, or `CellLost` if the cell went and left no whole version."""
         try:
             return await self._flight.outcome()
         except CellLost:
-            saved = await settle_save(self._catalog.vault, self._command, self._hello.epoch)
+            saved = await settle_save(self._catalog.vault, self._future, self._epoch)
             if saved is None:
                 raise
             log.warning("the cell was lost while it saved %s, which is complete", saved.version)
@@ -70,106 +73,122 @@ class Publishing:
 
 
 class Dispatcher:
-    """Runs one command at a time.
+    """Runs one command of a client at a time, of a model that is in a slot or about to get one.
 
-    may_give_way: whether a resident model may lose its slot to another; on_evicted: it has.
+    make_room: has a slot free for a model.
     """
 
     def __init__(
         self,
         link: CellLink,
         catalog: Catalog,
+        journal: Journal,
         residency: Residency,
-        may_give_way: Callable[[str], bool],
-        on_evicted: Callable[[str], None],
+        make_room: Callable[[Hello, str], Awaitable[None]],
     ) -> None:
         self._link = link
         self._catalog = catalog
+        self._journal = journal
         self._residency = residency
-        self._may_give_way = may_give_way
-        self._on_evicted = on_evicted
+        self._make_room = make_room
 
-    async def run(self, queue: ModelQueue, future: Future) -> Success:
+    async def run(self, queue: ModelQueue, future: Future, hello: Hello) -> Success:
         """Raises `CommandFailed` with the model as it was, or `CellLost`."""
-        hello = self._link.hello
-        if hello is None:
-            raise CellLost("the trainer cell was lost before the command was sent")
-        model = queue.model
         match future.request:
             case CreateRequest():
-                return await self._create(model, future.request, hello)
+                return await self._create(queue, future, future.request, hello)
             case CreateFromCheckpointRequest() | LoadRequest():
-                return await self._load(queue, future.request, hello)
+                return await self._load(queue, future, future.request, hello)
             case ForwardBackwardRequest():
-                return await self._forward_backward(model, future.request)
+                return await self._forward_backward(queue, future, future.request)
             case OptimStepRequest():
                 return await self._optim_step(queue, future, future.request)
             case UnloadRequest():
-                return await self._unload(model)
+                return await self._unload(queue, future)
             case SaveRequest() | RejectedRequest() | ImportRequest():
                 raise AssertionError("a save is captured, the others are answered without the cell")
 
-    async def _create(self, model: Model, request: CreateRequest, hello: Hello) -> Success:
+    async def _create(self, queue: ModelQueue, future: Future, request: CreateRequest, hello: Hello) -> Success:
+        model = queue.model
         check_create(request, hello)
         assert model.adapter is not None
         assert model.seed is not None
-        await self._make_room(hello)
+        await self._make_room(hello, model.model_id)
         created = await self._link.execute(
-            CreateModel(new_command_id(), model.model_id, model.adapter, model.seed, request.lr_schedule)
+            CreateModel(
+                command_id_of(future.request_id),
+                model.model_id,
+                model.adapter,
+                model.seed,
+                request.lr_schedule,
+                turn=queue.turn + 1,
+            )
         )
-        model.base_model = hello.base_model.name
-        self._now_resident(model)
+        self.note_made(queue, hello, model.adapter)
         return created
 
+    def note_made(self, queue: ModelQueue, hello: Hello, adapter: AdapterSpec) -> None:
+        """The model is in a slot of that cell now, with a state of its own."""
+        model = queue.model
+        model.base_model, model.base_digest = hello.base_model.name, hello.base_model.digest
+        model.adapter = adapter
+        self._residency.touch(model.model_id)
+
     async def _load(
-        self, queue: ModelQueue, request: CreateFromCheckpointRequest | LoadRequest, hello: Hello
+        self, queue: ModelQueue, future: Future, request: CreateFromCheckpointRequest | LoadRequest, hello: Hello
     ) -> Success:
         model = queue.model
         source = await find_loadable(
             self._catalog, model.tenant, request.path, request.load_optimizer, hello, model.adapter
         )
-        with source.lease:
-            if model.model_id not in self._residency:
-                await self._make_room(hello)
-            loaded = await self._link.execute(
-                LoadState(new_command_id(), model.model_id, source.version, source.adapter, request.load_optimizer)
+        if future.lease is not None:
+            future.lease.release()
+        future.version, future.lease = source.version, source.lease
+        # What it read must be known should the answer come to another gateway than this.
+        await durable(partial(self._journal.note_version, future.request_id, source.version))
+        await self._make_room(hello, model.model_id)
+        loaded = await self._link.execute(
+            LoadState(
+                command_id_of(future.request_id),
+                model.model_id,
+                source.version,
+                source.adapter,
+                request.load_optimizer,
+                turn=queue.turn + 1,
             )
+        )
         assert isinstance(loaded, StateLoaded)
-        model.base_model, model.adapter = hello.base_model.name, source.adapter
-        model.step, model.iteration = loaded.step, loaded.iteration
-        queue.window.clear()
-        self._now_resident(model)
+        self.note_made(queue, hello, source.adapter)
         return loaded
 
-    async def _forward_backward(self, model: Model, request: ForwardBackwardRequest) -> Success:
-        self._residency.touch(model.model_id)
+    async def _forward_backward(self, queue: ModelQueue, future: Future, request: ForwardBackwardRequest) -> Success:
+        model_id = queue.model.model_id
+        self._residency.touch(model_id)
         return await self._link.execute(
             ForwardBackward(
-                new_command_id(),
-                model.model_id,
+                command_id_of(future.request_id),
+                model_id,
                 request.data,
                 request.loss,
                 request.loss_config,
                 request.forward_only,
+                turn=queue.turn + 1,
+                deadline_s=deadline_s(future.operation, future.payload_bytes),
             )
         )
 
     async def _optim_step(self, queue: ModelQueue, future: Future, request: OptimStepRequest) -> Success:
-        model = queue.model
-        self._residency.touch(model.model_id)
+        model_id, turn = queue.model.model_id, queue.turn + 1
+        self._residency.touch(model_id)
         if queue.window.is_partial_for(future):
-            await self._link.execute(DiscardGradients(new_command_id(), model.model_id))
-            queue.window.clear()
+            await self._link.execute(DiscardGradients(new_command_id(), model_id, turn=turn))
             raise CommandFailed(
                 ErrorKind.PARTIAL_GRADIENTS,
                 "a forward_backward of this step failed, so its gradient is incomplete: no step was made, and the "
                 "accumulated gradient was dropped",
             )
-        stepped = await self._link.execute(OptimStep(new_command_id(), model.model_id, request.adam, request.scheduled))
-        assert isinstance(stepped, OptimStepDone)
-        model.step, model.iteration = stepped.step, stepped.iteration
-        queue.window.clear()
-        return stepped
+        command_id = command_id_of(future.request_id)
+        return await self._link.execute(OptimStep(command_id, model_id, request.adam, request.scheduled, turn=turn))
 
     async def capture(self, future: Future, request: SaveRequest) -> Publishing:
         """Have the model's state copied for a save; what follows in training does not reach it.
@@ -181,7 +200,7 @@ class Dispatcher:
             raise CellLost("the trainer cell was lost before the command was sent")
         self._residency.touch(future.model_id)
         saves = self._catalog.saves
-        save = await saves.open(future, request, new_command_id())
+        save = await saves.open(future, request, command_id_of(future.request_id))
         try:
             command = self._save_command(save, hello)
             flight = await self._link.capture(command, save.note_progress)
@@ -190,7 +209,24 @@ class Dispatcher:
         except BaseException:
             saves.close(save)
             raise
-        return Publishing(self._catalog, command, hello, flight, save)
+        return Publishing(self._catalog, future, hello.epoch, flight, save)
+
+    async def settled(self, future: Future, failure: CommandFailed) -> Success | CommandFailed:
+        """The failure of a save; but its success, where the name is taken by what an earlier attempt of it made."""
+        if failure.kind is not ErrorKind.CHECKPOINT_EXISTS:
+            return failure
+        return await self.made_before(future) or failure
+
+    async def made_before(self, future: Future) -> StateSaved | None:
+        """What an earlier attempt of a save made, if it was lost before it was heard of."""
+        hello = self._link.hello
+        return None if hello is None else await settle_forgotten(self._catalog.vault, future, hello.epoch)
+
+    def adopted(self, future: Future, flight: Flight, epoch: str) -> Publishing:
+        """A save that was captured for a gateway that is no more."""
+        assert isinstance(future.request, SaveRequest)
+        save = self._catalog.saves.adopt(future, future.request, flight.command_id)
+        return Publishing(self._catalog, future, epoch, flight, save)
 
     def _save_command(self, save: OpenSave, hello: Hello) -> SaveState:
         future, request, now = save.future, save.request, datetime.now(UTC)
@@ -209,31 +245,13 @@ class Dispatcher:
             quota=save.quota,
         )
 
-    async def _unload(self, model: Model) -> Success:
-        command = FreeModel(new_command_id(), model.model_id)
+    async def _unload(self, queue: ModelQueue, future: Future) -> Success:
+        model_id = queue.model.model_id
+        command = FreeModel(command_id_of(future.request_id), model_id)
         try:
             freed = await self._link.execute(command)
         except CellLost:
             # Gone with its cell: that is what was asked for.
             freed = ModelFreed(command.command_id, was_resident=True)
-        self._residency.leave(model.model_id)
-        model.state, model.trouble = "unloaded", None
+        self._residency.leave(model_id)
         return freed
-
-    async def _make_room(self, hello: Hello) -> None:
-        """Free a slot if none is free; raises `CommandFailed(NO_FREE_SLOT)` when nobody may give way."""
-        while len(self._residency) >= hello.slots:
-            victim = self._residency.first(self._may_give_way)
-            if victim is None:
-                raise CommandFailed(
-                    ErrorKind.NO_FREE_SLOT,
-                    f"all {hello.slots} slots are taken by models of open sessions; unload one or finish a session",
-                )
-            log.warning("model %s loses its slot to another: its session is over", victim)
-            await self._link.execute(FreeModel(new_command_id(), victim))
-            self._residency.leave(victim)
-            self._on_evicted(victim)
-
-    def _now_resident(self, model: Model) -> None:
-        self._residency.touch(model.model_id)
-        model.state, model.trouble = "ready", None

@@ -13,6 +13,7 @@ Exceptions know no HTTP: `gateway.http.errors` holds the one table that gives ea
       SequenceConflict
       QueueFull
       Stopping
+      Unavailable
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ class QueueFull(Refused):
 
 class Stopping(Refused):
     """The gateway is going down; to be tried again later."""
+
+
+class Unavailable(Refused):
+    """The journal cannot be written just now, so nothing can be accepted; to be tried again later."""
 
 
 class CheckpointUnreadable(InvalidRequest):

@@ -6,14 +6,17 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
-from gateway.scheduling.errors import UnknownFuture
+import msgspec
+
+from gateway.scheduling.errors import Refused, UnknownFuture
 from gateway.scheduling.identity import new_request_id
 from gateway.scheduling.requests import ForwardBackwardRequest, Operation, Request, operation_of, payload_bytes
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import ForwardBackwardDone, Progress, Success
+from trainer_cell.vault.locks import Lock
 
 FutureState = Literal["queued", "running", "capturing", "writing", "publishing", "succeeded", "failed"]
 
@@ -32,10 +35,21 @@ class Future:
     told: whether a poll has been given the answer.
     payload_bytes: of the arrays in the request, as they came.
     accepted_moment / told_moment: counters that order acceptance and telling among all futures.
+    attempts: how often it was sent to a cell that was lost before it answered, the present time included.
+    turn: its place in what its model has done, None until it is taken from the queue for good.
+    version / lease: of a load, the checkpoint version it found, relative to the root, and what keeps it there.
     """
 
-    def __init__(self, tenant: str, model_id: str, operation: Operation, request: Request, moment: int) -> None:
-        self.request_id = new_request_id()
+    def __init__(
+        self,
+        tenant: str,
+        model_id: str,
+        operation: Operation,
+        request: Request,
+        moment: int,
+        request_id: str | None = None,
+    ) -> None:
+        self.request_id = request_id or new_request_id()
         self.tenant = tenant
         self.model_id = model_id
         self.operation: Operation = operation
@@ -48,6 +62,13 @@ class Future:
         self.error: CommandFailed | None = None
         self.accepted_moment = moment
         self.told_moment: int | None = None
+        self.attempts = 0
+        self.turn: int | None = None
+        self.version: str | None = None
+        self.lease: Lock | None = None
+        self._is_accepted = False
+        self._refusal: Refused | None = None
+        self._acceptance: set[asyncio.Future[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
         self._is_released = False
 
@@ -58,6 +79,29 @@ class Future:
     @property
     def is_done(self) -> bool:
         return self.state in ("succeeded", "failed")
+
+    def accept(self) -> None:
+        """It is in the journal: whoever asked may be told so."""
+        self._is_accepted = True
+        _wake(self._acceptance)
+
+    def refuse(self, refusal: Refused) -> None:
+        """It could not be put into the journal: nothing of it remains."""
+        self._refusal = refusal
+        _wake(self._acceptance)
+
+    async def accepted(self) -> Future:
+        """Itself, once it is in the journal; raises what it was refused with."""
+        while not self._is_accepted:
+            if self._refusal is not None:
+                raise self._refusal
+            waiter = asyncio.get_running_loop().create_future()
+            self._acceptance.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._acceptance.discard(waiter)
+        return self
 
     async def wait(self, timeout_s: float) -> bool:
         """Until the answer is there, `timeout_s` seconds are over or the gateway stops; True when it is there."""
@@ -81,12 +125,7 @@ class Future:
     def release(self) -> None:
         """End every wait, now and from now on."""
         self._is_released = True
-        self._wake()
-
-    def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        _wake(self._waiters)
 
     def finish(self, outcome: Success | CommandFailed) -> None:
         assert not self.is_done
@@ -94,10 +133,13 @@ class Future:
             self.error, self.state = outcome, "failed"
         else:
             self.outcome, self.state = outcome, "succeeded"
+        self.drop_payload()
+        _wake(self._waiters)
+
+    def drop_payload(self) -> None:
+        """The arrays are the bulk of a command; its fingerprint stays with the model's queue, they in the journal."""
         if isinstance(self.request, ForwardBackwardRequest):
-            # The payload is the bulk of a command; its fingerprint stays with the model's queue.
-            self.request = ForwardBackwardRequest((), self.request.loss, {}, self.request.forward_only)
-        self._wake()
+            self.request = msgspec.structs.replace(self.request, data=())
 
 
 class FutureBook:
@@ -105,6 +147,7 @@ class FutureBook:
 
     Told answers are dropped earlier, the longest told first, when together they hold more than `told_bytes`; answers
     that nobody asked for in `untold_grace_s` are dropped too. `now` gives seconds, monotonic.
+    on_told: called with a future when its answer is told for the first time.
     """
 
     def __init__(
@@ -118,6 +161,7 @@ class FutureBook:
         self._untold_grace_s = untold_grace_s
         self._told_bytes_limit = told_bytes
         self._now = now
+        self.on_told: Callable[[Future], None] = lambda future: None
         self._moments = itertools.count()
         self._futures: dict[str, Future] = {}
         self._untold: OrderedDict[str, float] = OrderedDict()
@@ -132,6 +176,21 @@ class FutureBook:
         self._futures[future.request_id] = future
         return future
 
+    def go_on_from(self, moment: int) -> None:
+        """Count on from there: what came before this process is earlier than all that comes."""
+        self._moments = itertools.count(moment)
+
+    def remember(self, future: Future) -> None:
+        """One of before this process."""
+        self._futures[future.request_id] = future
+        if future.is_done:
+            (self._told if future.told else self._untold)[future.request_id] = self._now()
+            self._told_bytes += _size(future) if future.told else 0
+
+    def withdraw(self, future: Future) -> None:
+        """It was never accepted."""
+        del self._futures[future.request_id]
+
     def get(self, tenant: str, request_id: str) -> Future:
         """Raises `UnknownFuture`, also for another tenant's and for one whose answer was dropped."""
         future = self.find(request_id)
@@ -144,8 +203,8 @@ class FutureBook:
 
     def forgotten(self, request_id: str, tenant: str, model_id: str, request: Request) -> Future:
         """Stands for a future whose answer was dropped; it carries the id for a late retry, and nothing else."""
-        future = Future(tenant, model_id, operation_of(request), request, next(self._moments))
-        future.request_id = request_id
+        future = Future(tenant, model_id, operation_of(request), request, next(self._moments), request_id)
+        future.accept()
         future.finish(CommandFailed(ErrorKind.DEADLINE_EXCEEDED, "the result was kept for long enough and dropped"))
         return future
 
@@ -159,6 +218,7 @@ class FutureBook:
         assert future.is_done
         if future.told_moment is None:
             future.told_moment = next(self._moments)
+            self.on_told(future)
             if self._untold.pop(future.request_id, None) is not None:
                 self._told[future.request_id] = self._now()
                 self._told_bytes += _size(future)
@@ -182,6 +242,12 @@ class FutureBook:
             if now - since < self._untold_grace_s:
                 break
             del self._untold[request_id], self._futures[request_id]
+
+
+def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 def _size(future: Future) -> int:

@@ -27,7 +27,17 @@ def new_request_id() -> str:
 
 
 def new_command_id() -> str:
+    """Of a command that nobody asked for: parking, making resident, discarding."""
     return f"command-{secrets.token_hex(16)}"
+
+
+def command_id_of(request_id: str) -> str:
+    """Of what a future asks for: the same at every attempt, so that its outcome is known wherever it turns up."""
+    return "command-" + request_id.removeprefix("future-")
+
+
+def request_id_of(command_id: str) -> str:
+    return "future-" + command_id.removeprefix("command-")
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:

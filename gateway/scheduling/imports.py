@@ -74,6 +74,7 @@ class Imports:
         if len(self._waiting) >= _MOST_WAITING:
             raise QueueFull(f"{_MOST_WAITING} imports are waiting already")
         future = self._futures.open(tenant, model_id or f"{new_session_id()}:import:0", request)
+        future.accept()
         if idempotency_key is not None:
             self._keys.accept(tenant, idempotency_key, future.request_id, digest)
         self._waiting.append(future)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gateway.scheduling.errors import InvalidRequest, SequenceConflict
 from gateway.scheduling.futures import Future
 from gateway.scheduling.gradient_window import GradientWindow
+from gateway.scheduling.history import History
 from gateway.scheduling.models import Model
 
 # Numbers and keys are remembered beyond their commands' end, so that late retries are known; the newest so many.
@@ -26,6 +27,10 @@ class Accepted:
 class ModelQueue:
     """A model with its commands. `ready` holds those whose turn it can be, in order; the first runs first.
 
+    turn: the last that was given to a command. unsettled: a save that has its turn and no answer yet; must_save_again:
+    it is known not to have come to be, and is made again at its place when the model is brought back.
+    losses: how often in a row a cell was lost while it brought the model back.
+
     Numbered commands become ready once all numbers below are accepted. A command without a number becomes ready at
     once, behind the highest contiguous number accepted so far. The model's create is number 0 and always first.
     """
@@ -33,6 +38,11 @@ class ModelQueue:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.window = GradientWindow()
+        self.history = History()
+        self.turn = -1
+        self.unsettled: Future | None = None
+        self.must_save_again = False
+        self.losses = 0
         self.ready: deque[Future] = deque()
         self.running: Future | None = None
         self.contiguous = -1
@@ -64,13 +74,23 @@ class ModelQueue:
             raise SequenceConflict(f"seq_id {seq_id} of model {self.model.model_id} came before with another content")
         return accepted.request_id
 
-    def accept(self, future: Future, seq_id: int | None, fingerprint: bytes) -> None:
-        """Put a new command in its place; `known` has been asked before."""
+    def reserve(self, future: Future, seq_id: int | None, fingerprint: bytes) -> None:
+        """A new command is on its way into the journal; `known` has been asked before, and knows it from now on."""
         self.model.pending += 1
+        if seq_id is not None:
+            self._numbers[seq_id] = Accepted(future.request_id, fingerprint)
+
+    def withdraw(self, seq_id: int | None) -> None:
+        """It could not be journalled: its number is free again."""
+        self.model.pending -= 1
+        if seq_id is not None:
+            del self._numbers[seq_id]
+
+    def place(self, future: Future, seq_id: int | None) -> None:
+        """Put a command that is in the journal in its place."""
         if seq_id is None:
             self.ready.append(future)
             return
-        self._numbers[seq_id] = Accepted(future.request_id, fingerprint)
         self._early[seq_id] = future
         while (following := self._early.pop(self.contiguous + 1, None)) is not None:
             self.contiguous += 1
@@ -78,6 +98,37 @@ class ModelQueue:
         if self.model.is_over:
             self.release_early()
         self._forget_old()
+
+    def remember(self, request_id: str, seq_id: int, fingerprint: bytes) -> None:
+        """A number that was spent before this process; in order, and before any is placed."""
+        self._numbers[seq_id] = Accepted(request_id, fingerprint)
+
+    def is_expected(self, future: Future) -> bool:
+        """Whether its outcome can be the next one of this model."""
+        return future is self.unsettled or (bool(self.ready) and future is self.ready[0])
+
+    def take(self, future: Future) -> None:
+        """Out of those that wait, where an outcome came for it unasked."""
+        if future in self.ready:
+            self.ready.remove(future)
+
+    @property
+    def missing(self) -> range:
+        """The numbers that the next early arrival waits for."""
+        return range(self.contiguous + 1, min(self._early)) if self._early else range(0)
+
+    def is_spent(self, seq_id: int) -> bool:
+        """Whether it has come, also when it is still on its way into the journal."""
+        return seq_id in self._numbers
+
+    def request_id_of(self, seq_id: int) -> str | None:
+        """None for a number that has not come, or was forgotten."""
+        accepted = self._numbers.get(seq_id)
+        return accepted.request_id if accepted is not None else None
+
+    def next_turn(self) -> int:
+        self.turn += 1
+        return self.turn
 
     def release_early(self) -> None:
         """Let those that wait for a missing number go on: of a model that is over the number will never come."""
@@ -111,3 +162,7 @@ class KeyBook:
         keys[key] = Accepted(request_id, fingerprint)
         while len(keys) > REMEMBERED:
             keys.popitem(last=False)
+
+    def withdraw(self, tenant: str, key: str) -> None:
+        """Its command could not be journalled."""
+        self._tenants[tenant].pop(key, None)

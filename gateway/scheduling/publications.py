@@ -25,6 +25,9 @@ class Publications:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._tasks
+
     @property
     def tasks(self) -> set[asyncio.Task[None]]:
         return set(self._tasks.values())
@@ -43,9 +46,11 @@ class Publications:
         """The cell has no memory for one more capture."""
         self._is_full = True
 
-    def reason_to_wait(self, queue: ModelQueue, request: Request) -> str | None:
+    def reason_to_wait(self, queue: ModelQueue, request: Request, is_resident: bool = True) -> str | None:
         """Why the command at the head of a queue cannot have its turn yet; None when it can."""
         reason = self._reason(queue, request)
+        if not is_resident and queue.model.model_id in self._tasks:
+            reason = "the state of this model is being written"
         if reason is not None:
             self._held[queue.model.model_id] = None
         return reason

@@ -26,6 +26,9 @@ class Residency:
     def leave(self, model_id: str) -> None:
         self._used.pop(model_id, None)
 
+    def all(self) -> list[str]:
+        return list(self._used)
+
     def clear(self) -> list[str]:
         """Nothing is resident any more; what was."""
         gone = list(self._used)

@@ -64,6 +64,12 @@ class SaveBook:
         self._open.append(save)
         return save
 
+    def adopt(self, future: Future, request: SaveRequest, command_id: str) -> OpenSave:
+        """One that is under way already; to be closed."""
+        save = OpenSave(future, request, command_id)
+        self._open.append(save)
+        return save
+
     def close(self, save: OpenSave) -> None:
         """It is over, whatever became of it."""
         self._open.remove(save)

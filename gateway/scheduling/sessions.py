@@ -76,6 +76,29 @@ class SessionBook:
         self._sessions[session.session_id] = session
         return session
 
+    def remember(self, session: Session) -> None:
+        """One of before this process."""
+        self._sessions[session.session_id] = session
+
+    def withdraw(self, session: Session) -> None:
+        """It could not be journalled: nobody knows of it."""
+        del self._sessions[session.session_id]
+
+    def forget_model(self, session_id: str, model_id: str) -> None:
+        """It never came to be."""
+        self._sessions[session_id].model_ids.remove(model_id)
+
+    def silent(self, silence_s: float) -> Sessions:
+        """Those that have shown no sign of life for so long."""
+        return [session for session in self._sessions.values() if self._is_silent(session, silence_s)]
+
+    def _is_silent(self, session: Session, silence_s: float) -> bool:
+        return session.beats and self._now() - session.last_sign_s > silence_s
+
+    def find(self, session_id: str) -> Session | None:
+        """Whoever's it is."""
+        return self._sessions.get(session_id)
+
     def get(self, tenant: str, session_id: str) -> Session:
         """Raises `UnknownSession`, also for another tenant's."""
         session = self._sessions.get(session_id)
@@ -99,9 +122,3 @@ class SessionBook:
         if not session.is_finished:
             session.finish_reason, session.finish_detail = reason, detail
         return session
-
-    def is_over(self, session_id: str, silence_s: float) -> bool:
-        """Whether its models may give way: it said goodbye, or has shown no sign of life for `silence_s` seconds."""
-        session = self._sessions[session_id]
-        is_silent = session.beats and self._now() - session.last_sign_s > silence_s
-        return session.is_finished or is_silent

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from trainer_cell.protocol.commands import SaveState
+from gateway.scheduling.futures import Future
+from gateway.scheduling.identity import command_id_of
+from gateway.scheduling.requests import SaveRequest
 from trainer_cell.protocol.outcomes import StateSaved
 from trainer_cell.vault.errors import VaultError, VaultLocked
 from trainer_cell.vault.layout import CheckpointAddress, Vault
@@ -14,36 +16,46 @@ from trainer_cell.vault.recovery import settle_publish
 log = logging.getLogger(__name__)
 
 
-async def settle_save(vault: Vault, command: SaveState, epoch: str) -> StateSaved | None:
+async def settle_save(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
     """The outcome the cell could not tell any more; None when the save did not come to be."""
-    return await asyncio.to_thread(_settle, vault, command, epoch)
+    return await asyncio.to_thread(_settle, vault, future, epoch)
 
 
-def _settle(vault: Vault, command: SaveState, epoch: str) -> StateSaved | None:
+async def settle_forgotten(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
+    """As `settle_save`, of a save that the cell which is attached, of that epoch, knows nothing of."""
+    return await asyncio.to_thread(_look_in_peace, vault, future, epoch)
+
+
+def _settle(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
     try:
         # Once the epoch's lock is ours, nobody of that cell can still be writing.
         with vault.hold_epoch(epoch):
-            return _look(vault, command, epoch)
+            return _look(vault, future, epoch)
     except VaultLocked:
         log.error("cell epoch %s has hung up and lives on", epoch)
     except VaultError as error:
-        log.error("save %s of the lost cell cannot be settled: %s", command.command_id, error)
-        return None
+        log.error("save %s of the lost cell cannot be settled: %s", future.request_id, error)
+    return _look_in_peace(vault, future, epoch)
+
+
+def _look_in_peace(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
     try:
-        return _look(vault, command, epoch)
+        return _look(vault, future, epoch)
     except VaultError as error:
-        log.error("save %s of the lost cell cannot be settled: %s", command.command_id, error)
+        log.error("save %s of the lost cell cannot be settled: %s", future.request_id, error)
         return None
 
 
-def _look(vault: Vault, command: SaveState, epoch: str) -> StateSaved | None:
-    address = CheckpointAddress(command.model_id, command.kind, command.name)
-    settled = settle_publish(vault, address, command.command_id, command.overwrite, epoch)
+def _look(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
+    request, command_id = future.request, command_id_of(future.request_id)
+    assert isinstance(request, SaveRequest)
+    address = CheckpointAddress(future.model_id, request.kind, request.name)
+    settled = settle_publish(vault, address, command_id, request.overwrite, epoch)
     if settled is None:
         return None
     version, manifest = settled
     return StateSaved(
-        command_id=command.command_id,
+        command_id=command_id,
         version=version,
         step=manifest.step,
         iteration=manifest.iteration,

@@ -4,68 +4,78 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from gateway.scheduling.admission import answer_without_cell, estimated_cost
 from gateway.scheduling.backlog import Backlog
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_epoch import CellEpoch
 from gateway.scheduling.cell_link import CellLink, CellLost
-from gateway.scheduling.dispatch import Dispatcher, Publishing
+from gateway.scheduling.durable import durable
+from gateway.scheduling.effects import note_change, note_facts
+from gateway.scheduling.execution import Execution
 from gateway.scheduling.fairness import FairShare
 from gateway.scheduling.futures import Future, FutureBook
+from gateway.scheduling.identity import command_id_of
+from gateway.scheduling.journal_rows import model_record, packed_outcome
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
-from gateway.scheduling.requests import SaveRequest, adds_gradient
 from gateway.scheduling.residency import Residency
+from gateway.scheduling.snapshot_rules import SnapshotRules
+from gateway.scheduling.steady_clock import steady_time
+from gateway.store.journal import Journal
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Hello, Success
 
 log = logging.getLogger(__name__)
 
-
-async def _answer_of(outcome: Awaitable[Success]) -> Success | CommandFailed:
-    try:
-        return await outcome
-    except CommandFailed as failure:
-        return failure
-    except CellLost:
-        return _lost()
-
-
-def _lost() -> CommandFailed:
-    return CommandFailed(ErrorKind.CELL_LOST, "the trainer cell was lost while it ran this")
+# A command that a cell was lost under so often is taken to be what ended it.
+MOST_ATTEMPTS = 3
+# A journal whose disk is full holds up no stop for longer; what it lacks is done again.
+_LAST_WRITES_S = 5.0
 
 
 class Turns:
     """Runs what the queues hold. One task waits for the cell; everything else happens at once, in the caller's call.
 
-    queues: by model id, filled by the scheduler. is_over: whether a session's models may lose their slots.
+    queues: by model id, filled by the scheduler.
     """
 
     def __init__(
         self,
         link: CellLink,
         catalog: Catalog,
+        journal: Journal,
         queues: Mapping[str, ModelQueue],
         futures: FutureBook,
         backlog: Backlog,
-        is_over: Callable[[str], bool],
+        rules: SnapshotRules,
         on_crash: Callable[[], None],
     ) -> None:
         self.is_stopping = False
         self._link = link
+        self._journal = journal
         self._queues = queues
         self._futures = futures
         self._backlog = backlog
-        self._is_over = is_over
         self._on_crash = on_crash
         self._fair = FairShare()
         self._residency = Residency()
-        self._epoch = CellEpoch(link, catalog.vault, queues, self._residency)
         self._publications = Publications(queues)
-        self._dispatcher = Dispatcher(link, catalog, self._residency, self._may_give_way, self._on_evicted)
+        self._execution = Execution(link, catalog, journal, queues, self._residency, self._publications, rules, self)
+        self._epoch = CellEpoch(
+            link,
+            catalog.vault,
+            queues,
+            futures,
+            self._residency,
+            self._publications,
+            self._execution,
+            self,
+        )
+        self._to_park: dict[str, None] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -82,9 +92,11 @@ class Turns:
         self._link.on_lost = self._on_lost
         await self._link.start()
         self._task = asyncio.create_task(self._run(), name="turns")
-        self._task.add_done_callback(self._on_task_done)
+        self._task.add_done_callback(self.on_task_done)
 
     async def stop(self, grace_s: float) -> None:
+        """What runs is finished, what is captured published, and the models that have come far since their last
+        snapshot are given another, as far as `grace_s` allows."""
         self.is_stopping = True
         self._futures.release_waiters()
         self._wake.set()
@@ -94,39 +106,63 @@ class Turns:
             with suppress(asyncio.CancelledError):
                 await self._task
         await self._link.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WRITES_S):
+                await durable(self._journal.when_written)
 
     async def _come_to_an_end(self, grace_s: float) -> None:
-        """The running command, and the saves that are being written."""
         assert self._task is not None
-        deadline = asyncio.get_running_loop().time() + grace_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
         await asyncio.wait({self._task}, timeout=grace_s)
+        if self._task.done() and self._epoch.is_settled:
+            with suppress(CellLost, TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._execution.snapshot_all()
         if publishing := self._publications.tasks:
-            await asyncio.wait(publishing, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+            await asyncio.wait(publishing, timeout=max(0.0, deadline - loop.time()))
+
+    def park(self, model_id: str) -> None:
+        """Have the model's slot freed when nothing of it waits: its client is gone for now."""
+        if model_id in self._residency:
+            self._to_park[model_id] = None
+            self._wake.set()
 
     def advance(self, queue: ModelQueue) -> None:
         """Answer what needs no cell at the head of the queue; offer the next command for a turn."""
+        if queue.must_save_again and queue.unsettled is not None and queue.running is None:
+            self._offer(queue, queue.unsettled)
+            return
         while queue.running is None and queue.ready:
             head = queue.ready[0]
-            answer = answer_without_cell(queue.model, head.request)
+            answer = answer_without_cell(queue.model, head.request, self._is_away(queue))
+            if answer is None and head.attempts >= MOST_ATTEMPTS:
+                answer = _poison(head)
             if answer is None:
                 self._offer(queue, head)
                 return
             queue.ready.popleft()
-            self._conclude(queue, head, answer)
+            self.conclude(queue, head, answer)
         self._fair.withdraw(queue.model.tenant, queue.model.model_id)
+
+    def _is_away(self, queue: ModelQueue) -> bool:
+        """Whether no cell holds anything of the model."""
+        model_id = queue.model.model_id
+        return model_id not in self._residency and model_id not in self._publications
 
     def _offer(self, queue: ModelQueue, head: Future) -> None:
         model = queue.model
-        if self._is_held(queue):
+        if self._is_held(queue, head):
             self._fair.withdraw(model.tenant, model.model_id)
             return
         self._fair.offer(model.tenant, model.model_id, estimated_cost(head.request))
         self._wake.set()
 
-    def _is_held(self, queue: ModelQueue) -> bool:
+    def _is_held(self, queue: ModelQueue, head: Future) -> bool:
         """Whether the head of the queue must wait for a save that is being written; asked again when its turn comes."""
-        head = queue.ready[0]
-        head.waiting_for = self._publications.reason_to_wait(queue, head.request)
+        head.waiting_for = self._publications.reason_to_wait(
+            queue, head.request, is_resident=queue.model.model_id in self._residency
+        ) or _foreign(queue, self._link.hello)
         return head.waiting_for is not None
 
     async def _run(self) -> None:
@@ -138,98 +174,127 @@ class Turns:
                 continue
             while self.is_ready and (model_id := self._fair.pick()) is not None:
                 queue = self._queues[model_id]
-                if not self._is_held(queue):
+                head = queue.unsettled if queue.must_save_again else (queue.ready[0] if queue.ready else None)
+                if head is not None and not self._is_held(queue, head):
                     await self._take_turn(queue)
+            await self._park_the_idle()
 
     async def _settle(self, hello: Hello) -> bool:
         try:
-            adopted = await self._epoch.settle(hello)
+            await self._epoch.settle(hello)
         except CellLost:
             return False
         except CommandFailed as failure:
             log.error("the cell cannot be taken on: %r", failure)
             self._link.hang_up()
             return False
-        for queue in adopted:
+        for queue in tuple(self._queues.values()):
+            self._revive(queue)
             self.advance(queue)
         return self._epoch.is_settled
 
+    def _revive(self, queue: ModelQueue) -> None:
+        """What one cell could not bring back another may."""
+        if queue.model.state == "lost":
+            queue.model.state, queue.model.trouble, queue.losses = "ready", None, 0
+
     async def _take_turn(self, queue: ModelQueue) -> None:
+        if queue.must_save_again:
+            with suppress(CellLost):
+                await self._execution.save_again(queue)
+            self.advance(queue)
+            return
         future = queue.running = queue.ready.popleft()
         future.state = "running"
-        answer: Success | CommandFailed | None
-        if isinstance(future.request, SaveRequest):
-            answer = await self._capture(queue, future, future.request)
-        else:
-            answer = await _answer_of(self._dispatcher.run(queue, future))
-        queue.running = None
-        if answer is not None:
-            self._conclude(queue, future, answer)
+        try:
+            answer = await self._execution.answer(queue, future)
+        except CellLost:
+            self.put_back(queue, future)
+            return
+        if queue.running is future:
+            queue.running = None
+            if answer is not None:
+                self.conclude(queue, future, answer)
+        self.advance(queue)
+        await self._execution.snapshot_if_due(queue)
+
+    async def _park_the_idle(self) -> None:
+        while self._to_park and self.is_ready:
+            model_id = next(iter(self._to_park))
+            del self._to_park[model_id]
+            queue = self._queues[model_id]
+            if queue.is_idle:
+                with suppress(CellLost):
+                    await self._execution.park(queue)
+
+    def put_back(self, queue: ModelQueue, future: Future) -> None:
+        """To be tried again, before all others of its model."""
+        queue.running, future.state = None, "queued"
+        queue.ready.appendleft(future)
         self.advance(queue)
 
-    async def _capture(self, queue: ModelQueue, future: Future, request: SaveRequest) -> CommandFailed | None:
-        """None when the save goes on behind the ranks' back, or is to be tried again."""
-        try:
-            publishing = await self._dispatcher.capture(future, request)
-        except CommandFailed as failure:
-            if failure.kind is not ErrorKind.SAVE_BUFFERS_FULL or not self._publications:
-                return failure
-            self._publications.note_full()
-            future.state = "queued"
-            queue.ready.appendleft(future)
-            return None
-        except CellLost:
-            return _lost()
-        task = asyncio.create_task(self._publish(queue, future, publishing), name=f"save of {queue.model.model_id}")
-        self._publications.begin(queue.model.model_id, task)
-        task.add_done_callback(self._on_task_done)
-        return None
-
-    async def _publish(self, queue: ModelQueue, future: Future, publishing: Publishing) -> None:
-        answer = await _answer_of(publishing.outcome())
-        held = self._publications.end(queue.model.model_id)
-        self._conclude(queue, future, answer)
-        for one in held:
-            self.advance(one)
-
-    def _conclude(self, queue: ModelQueue, future: Future, answer: Success | CommandFailed) -> None:
+    def conclude(self, queue: ModelQueue, future: Future, answer: Success | CommandFailed) -> None:
+        """It is over. Whoever asked is told when that is in the journal."""
         model = queue.model
-        if isinstance(answer, CommandFailed):
-            if future.operation == "create":
-                model.state, model.trouble = "failed", answer
-            if adds_gradient(future.request):
-                queue.window.note_failure(future)
-        elif future.operation == "unload":
-            model.state, model.trouble = "unloaded", None
+        if future.turn is None:
+            future.turn = queue.next_turn()
+        if future is queue.unsettled:
+            queue.unsettled, queue.must_save_again = None, False
+        note_facts(queue, future, answer)
+        note_change(queue, future, answer)
         if model.is_over:
             queue.release_early()
+            self._end(queue)
         model.pending -= 1
         self._backlog.leave(model.tenant, future.payload_bytes)
+        self._journal.complete(
+            future.request_id,
+            future.turn,
+            packed_outcome(future, answer),
+            steady_time(),
+            future.version,
+            model_record(queue),
+            partial(self._on_durable, future, answer),
+        )
+        if model.is_over:
+            self._journal.drop_model(model.model_id)
+
+    def _end(self, queue: ModelQueue) -> None:
+        """The model is over: nothing of it need be brought back."""
+        if queue.history.snapshot is not None:
+            self._execution.captures.forget(queue.model.model_id)
+        queue.history.end()
+        self._residency.leave(queue.model.model_id)
+
+    def _on_durable(self, future: Future, answer: Success | CommandFailed) -> None:
         self._futures.finish(future, answer)
+        if future.attempts:
+            self._link.acknowledge(command_id_of(future.request_id))
 
     def _on_lost(self, hello: Hello) -> None:
         self._epoch.lose(hello)
-        if self.is_stopping:
-            return  # what still waits has no answer from this gateway
-        for queue in self._queues.values():
-            self.advance(queue)
+        if not self.is_stopping:
+            for queue in self._queues.values():
+                self.advance(queue)
 
-    def _may_give_way(self, model_id: str) -> bool:
-        model = self._queues[model_id].model
-        return model.pending == 0 and self._is_over(model.session_id)
-
-    def _on_evicted(self, model_id: str) -> None:
-        queue = self._queues[model_id]
-        queue.model.state = "lost"
-        queue.model.trouble = CommandFailed(
-            ErrorKind.MODEL_LOST,
-            f"the session of model {model_id} was over and another model needed its slot; load a checkpoint to go on",
-        )
-        self.advance(queue)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+    def on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.critical("the task that runs commands ended by a bug", exc_info=task.exception())
             self.is_stopping = True
             self._futures.release_waiters()
             self._on_crash()
+
+
+def _poison(future: Future) -> CommandFailed:
+    return CommandFailed(
+        ErrorKind.CELL_LOST,
+        f"the trainer cell was lost {future.attempts} times while it ran this command, which is not tried again: it "
+        "may need more memory or time than there is; the model is as it was before",
+    )
+
+
+def _foreign(queue: ModelQueue, hello: Hello | None) -> str | None:
+    digest = queue.model.base_digest
+    if hello is None or digest is None or digest == hello.base_model.digest:
+        return None
+    return f"its base model {queue.model.base_model} is not the one that is served now"

@@ -43,6 +43,7 @@ def test_the_gateway_is_kept_from_every_part_of_the_cell_but_protocol_and_vault(
         ("trainer_cell/protocol/errors.py", "import torch"),
         ("trainer_cell/vault/layout.py", "import numpy"),
         ("gateway/scheduling/errors.py", "import gateway.http.errors"),
+        ("gateway/store/writer.py", "import gateway.scheduling.errors"),
         ("trainer_cell/ranks.py", "import httpx"),
         ("gateway/settings.py", "import trainer_cell.settings"),
     ],

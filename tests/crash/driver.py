@@ -1,23 +1,15 @@
-"""A process that works on vaults in children, so that those can be traced, killed, limited and starved.
-
-Everything is imported before the first fork, and a child waits for the word to go before it begins: so the calls to
-the system that come after are those of the action, and nothing else's.
-
-On standard input it takes one line for each child, `{"action": …, "root": …, …}`, answers with the child's process id,
-lets it go at an empty line, and answers with what the child said and how it ended, each on a line of JSON. A child
-waits with `readv` and speaks with `writev`, which the vault does not use.
-"""
+"""The process that works on vaults in children; a job is `{"action": …, "root": …, …}`. See `tests.crash.children`."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.crash import children
+from tests.crash.children import Say
 from tests.crash.churn import churn
 from tests.crash.workload import ADDRESS, COMMAND, NEW, NEXT_EPOCH, contents, save, small_chunks, state_of
 from trainer_cell.vault.deletion import delete_checkpoint
@@ -29,8 +21,6 @@ from trainer_cell.vault.publish import sweep_staging
 from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.startup import recover
 from trainer_cell.vault.verify import Wanted, read_tensors
-
-_AT_THE_GATE = b"."
 
 
 def load(vault: Vault) -> int | None:
@@ -81,48 +71,14 @@ def act(job: dict[str, Any]) -> object:
     return settled and settled[0]
 
 
-def in_child(job: dict[str, Any], gate: int, out: int) -> None:
-    """From the first byte that it says, the child makes no call but its action's."""
-    os.writev(out, [_AT_THE_GATE])
-    os.readv(gate, [bytearray(1)])
-    try:
-        said: dict[str, Any] = {"done": act(job)}
-    except VaultError as error:
-        said = {"failed": type(error).__name__, "text": str(error)}
-    os.writev(out, [json.dumps(said).encode()])
-    os._exit(0)
+def prepare(job: dict[str, Any], say: Say) -> Callable[[], None]:
+    def work() -> None:
+        try:
+            say({"done": act(job)})
+        except VaultError as error:
+            say({"failed": type(error).__name__, "text": str(error)})
 
-
-def run(job: dict[str, Any]) -> None:
-    gate, open_gate = os.pipe()
-    back, out = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(open_gate)
-        os.close(back)
-        in_child(job, gate, out)
-    os.close(gate)
-    os.close(out)
-    assert os.read(back, 1) == _AT_THE_GATE
-    say(str(child))
-    sys.stdin.readline()
-    with suppress(BrokenPipeError):  # killed already
-        os.write(open_gate, b"!")
-    os.close(open_gate)
-    with open(back, "rb") as heard:
-        said = heard.read()
-    _, status = os.waitpid(child, 0)
-    answer = json.loads(said) if said else {}
-    if os.WIFSIGNALED(status):
-        answer["signal"] = os.WTERMSIG(status)
-    elif status != 0:
-        answer["untyped"] = "its traceback is on standard error"
-    say(json.dumps(answer))
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    return work
 
 
 def serve(warm: Path) -> None:
@@ -134,8 +90,7 @@ def serve(warm: Path) -> None:
     act({"action": "recover", "root": warm, "overwrite": True})
     act({"action": "start-up", "root": warm})
     delete_checkpoint(vault, ADDRESS)
-    for line in sys.stdin:
-        run(json.loads(line))
+    children.serve(prepare)
 
 
 def main() -> None:

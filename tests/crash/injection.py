@@ -1,4 +1,4 @@
-"""Faults at single calls to the system, put there by strace; the process that makes them is `tests.crash.driver`."""
+"""Faults at single calls to the system, put there by strace; the process that makes them is a child of a driver."""
 
 from __future__ import annotations
 
@@ -71,15 +71,19 @@ class Driver:
         """As `run` tells it, once the process has ended."""
         return json.loads(self._hear())  # type: ignore[no-any-return]
 
-    def count(self, job: Mapping[str, object], trace: Path) -> Counter[str]:
-        """How often the job makes each call; of several threads, the one that makes most."""
+    def trace(self, job: Mapping[str, object], trace: Path, *options: str) -> list[str]:
+        """A line for each call that the job makes, as strace writes them. options: more of them, for strace."""
         child = self.start(job)
-        with _traced(child, "-o", str(trace)):
+        with _traced(child, "-o", str(trace), *options):
             self.go()
             answer = self.answer()
         assert "done" in answer, answer
+        return trace.read_text().splitlines()
+
+    def count(self, job: Mapping[str, object], trace: Path, *options: str) -> Counter[str]:
+        """How often the job makes each call; of several threads, the one that makes most."""
         of_thread = Counter(
-            (found["pid"], found["call"]) for found in map(_COUNTED.match, trace.read_text().splitlines()) if found
+            (found["pid"], found["call"]) for found in map(_COUNTED.match, self.trace(job, trace, *options)) if found
         )
         most: Counter[str] = Counter()
         for (_, call), number in of_thread.items():
@@ -99,10 +103,11 @@ class Driver:
 
 
 @contextmanager
-def running_driver(warm: Path) -> Iterator[Driver]:
-    """warm: a new directory, which the driver tries everything out on."""
+def running_driver(warm: Path, module: str = "tests.crash.driver") -> Iterator[Driver]:
+    """warm: a new directory, which the driver tries everything out on. module: the driver, as `tests.crash.children` is
+    used."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.driver", str(warm)],
+        [sys.executable, "-m", module, str(warm)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -166,15 +166,15 @@ def why_no_mount() -> str | None:
     return None if tried.returncode == 0 else f"no mounts of one's own: {tried.stderr.strip()}"
 
 
-@pytest.mark.parametrize("limit", ["bytes", pytest.param("bytes thoroughly", marks=pytest.mark.full), "inodes"])
-def test_a_disk_that_fills_up_anywhere_in_a_save_fails_it_whole_and_serves_on(scratch: Path, limit: str) -> None:
+def on_its_own_mount(scratch: Path, module: str, *arguments: str) -> list[str]:
+    """What the module said, which is given a directory that it may mount something on."""
     reason = why_no_mount()
     if reason is not None:
         pytest.skip(reason)
     mounted = scratch / "mounted"
     mounted.mkdir()
     done = subprocess.run(
-        ["unshare", "-Urm", sys.executable, "-m", "tests.crash.small_disk", str(mounted), limit],
+        ["unshare", "-Urm", sys.executable, "-m", module, str(mounted), *arguments],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -182,9 +182,20 @@ def test_a_disk_that_fills_up_anywhere_in_a_save_fails_it_whole_and_serves_on(sc
         timeout=250,
     )
     assert done.returncode == 0, done.stderr
-    endings = done.stdout.split()
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("limit", ["bytes", pytest.param("bytes thoroughly", marks=pytest.mark.full), "inodes"])
+def test_a_disk_that_fills_up_anywhere_in_a_save_fails_it_whole_and_serves_on(scratch: Path, limit: str) -> None:
+    endings = on_its_own_mount(scratch, "tests.crash.small_disk", limit)
     assert {"failed", "saved"} == set(endings)
     assert len(endings) > 10
+
+
+def test_a_disk_that_fills_up_under_the_journal_refuses_commands_whole_and_keeps_the_rest(scratch: Path) -> None:
+    endings = on_its_own_mount(scratch, "tests.crash.small_journal")
+    assert {"refused", "accepted"} == set(endings)
+    assert len(endings) > 30
 
 
 def test_a_bystander_is_read_while_the_limits_hold(scratch: Path) -> None:

@@ -7,20 +7,23 @@ loop, with several, or with none.
 from __future__ import annotations
 
 import copy
-import select
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
 import msgspec
 
+from tests.fakes.fake_link import FakeLink
 from tests.fakes.fake_slots import FakeSlots
 from tests.fakes.fake_vault import WatchedDisk, bytes_of, save_model
+from tests.fakes.hold import PATIENCE_S, Hold, Killed
 from trainer_cell.protocol.commands import (
     PROTOCOL_VERSION,
+    Acknowledge,
     Command,
     ForgetModels,
     ModelCommand,
@@ -30,7 +33,7 @@ from trainer_cell.protocol.commands import (
     decode_command,
 )
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
-from trainer_cell.protocol.framing import receive_frame, send_frame
+from trainer_cell.protocol.framing import receive_frame
 from trainer_cell.protocol.outcomes import (
     BaseModel,
     Failed,
@@ -38,47 +41,22 @@ from trainer_cell.protocol.outcomes import (
     Layout,
     Progress,
     ResidentModel,
-    Said,
     Success,
-    encode_said,
 )
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.ulid import new_ulid
 
+__all__ = ["BASE", "PATIENCE_S", "FakeCell", "Hold"]
+
 BASE = BaseModel("cellgate/tiny", ("tiny",), "0" * 32, None, 512, 2048)
-PATIENCE_S = 20.0
 _REDIAL_S = 0.01
-
-
-class Killed(BaseException):
-    """The fake process is no more: nothing may catch this."""
-
-
-class Hold:
-    """A place where the cell stops until it is let go."""
-
-    def __init__(self) -> None:
-        self.is_taken = False
-        self._reached = threading.Event()
-        self._released = threading.Event()
-
-    def wait_reached(self, timeout_s: float = PATIENCE_S) -> None:
-        """Blocks; in an event loop call it in a thread."""
-        assert self._reached.wait(timeout_s), "the cell did not get there"
-
-    def release(self) -> None:
-        self._released.set()
-
-    def stop_here(self) -> None:
-        self._reached.set()
-        assert self._released.wait(PATIENCE_S), "nobody let the cell go on"
 
 
 class FakeCell:
     """Dials `socket_path` once started, and again whenever it is hung up on; checkpoints go under `root`.
 
-    commands: everything it was told, in order. slots: its models.
-    hello_was_refused: set when a connection ended before any command.
+    commands: everything it was told, in order, acknowledgements aside; executed: what of that it ran, and did not
+    know already. slots: its models. hello_was_refused: set when a connection ended before any command.
     """
 
     def __init__(
@@ -95,8 +73,9 @@ class FakeCell:
         save_buffers: int = 8,
     ) -> None:
         self.commands: list[Command] = []
+        self.executed: list[ModelCommand | ForgetModels] = []
         self.hello_was_refused = threading.Event()
-        self._path = socket_path
+        self._link = FakeLink(socket_path, self._check_alive)
         self._hello = Hello(
             protocol_version=protocol_version,
             epoch=new_ulid(),
@@ -117,10 +96,8 @@ class FakeCell:
         self._publish_holds: list[Hold] = []
         self._save_buffers = save_buffers
         self._num_publishing = 0
-        self._saying = threading.Lock()
         self._deadly: tuple[str, str] | None = None
         self._deadly_answer: type[ModelCommand] | None = None
-        self._connection: socket.socket | None = None
         self._is_killed = threading.Event()
         self._thread = threading.Thread(target=self._live, name="fake cell", daemon=True)
 
@@ -139,21 +116,22 @@ class FakeCell:
         self._is_killed.set()
         for hold in (*self._publish_holds, *(hold for _, hold in self._holds)):
             hold.release()
-        self._shut_down()
+        self._link.shut_down()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def drop_connection(self) -> None:
         """The connection breaks, the cell lives and dials again."""
-        self._shut_down()
+        self._link.shut_down()
 
     def fail_next(self, kind: type[ModelCommand], error: CommandFailed) -> None:
         """The next command of that kind fails so, with nothing changed."""
         self._failures.append((kind, error))
 
-    def hold_next(self, kind: type[ModelCommand]) -> Hold:
-        """Stop before executing the next command of that kind."""
+    def hold_next(self, kind: type[ModelCommand], after: int = 0) -> Hold:
+        """Stop before executing the next command of that kind, or the one that comes after so many more."""
         hold = Hold()
+        hold.num_to_pass = after
         self._holds.append((kind, hold))
         return hold
 
@@ -170,6 +148,11 @@ class FakeCell:
     def die_before_answering(self, kind: type[ModelCommand]) -> None:
         """Execute the next command of that kind and be killed before its outcome is told."""
         self._deadly_answer = kind
+
+    def count_saves(self, model_id: str) -> int:
+        """Of checkpoints that somebody asked for: snapshots come when they come."""
+        saves = (command for command in self.commands if isinstance(command, SaveState))
+        return sum(save.model_id == model_id and save.kind != "recovery" for save in saves)
 
     def count(self, kind: type[ModelCommand] | type[ForgetModels]) -> int:
         return sum(isinstance(command, kind) for command in self.commands)
@@ -191,51 +174,40 @@ class FakeCell:
         except Killed:
             pass
         finally:
-            self._shut_down()
+            self._link.shut_down()
 
     def _dial_and_serve(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            try:
-                connection.connect(str(self._path))
-                self._connection = connection
-                self._check_alive()
-                self._serve(connection)
-            except OSError:
-                return
-            finally:
-                self._connection = None
+        with suppress(OSError), self._link.dialled(self._hello_now) as connection:
+            self._serve(connection)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _hello_now(self) -> Hello:
         resident = tuple(
-            ResidentModel(model_id, model.adapter, model.step, model.iteration)
+            ResidentModel(model_id, model.adapter, model.step, model.iteration, model.turn)
             for model_id, model in self.slots.models.items()
         )
-        send_frame(connection, encode_said(msgspec.structs.replace(self._hello, models=resident)))
+        return msgspec.structs.replace(self._hello, models=resident)
+
+    def _serve(self, connection: socket.socket) -> None:
         num_served = 0
         while (frame := receive_frame(connection)) is not None:
             num_served += 1
             command = decode_command(frame)
-            self.commands.append(command)
+            if not isinstance(command, Acknowledge):
+                self.commands.append(command)
             if isinstance(command, Stop):
                 raise Killed
-            if not isinstance(command, Tick):
-                outcome = self._answer(command)
-                if self._deadly_answer is not None and isinstance(command, self._deadly_answer):
-                    self._die()
-                self._check_alive()
-                if outcome is not None:
-                    with self._saying:
-                        send_frame(connection, encode_said(outcome))
+            if self._link.is_to_run(frame) and not isinstance(command, Acknowledge | Tick):
+                self._execute(command)
         if num_served == 0:
             self.hello_was_refused.set()
 
-    def _shut_down(self) -> None:
-        connection = self._connection
-        if connection is not None:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return
+    def _execute(self, command: ModelCommand | ForgetModels) -> None:
+        self.executed.append(command)
+        outcome = self._answer(command)
+        if self._deadly_answer is not None and isinstance(command, self._deadly_answer):
+            self._die()
+        if outcome is not None:
+            self._link.say(outcome)
 
     def _check_alive(self) -> None:
         if self._is_killed.is_set():
@@ -248,25 +220,17 @@ class FakeCell:
 
     def _die(self) -> NoReturn:
         self._is_killed.set()
-        self._shut_down()
+        self._link.shut_down()
         raise Killed
-
-    def _say(self, said: Said) -> None:
-        self._check_alive()
-        connection = self._connection
-        # A connection that broke is noticed by who reads it; what is said meanwhile is lost.
-        if connection is not None and select.select([], [connection], [], 0)[1]:
-            try:
-                with self._saying:
-                    send_frame(connection, encode_said(said))
-            except OSError:
-                return
 
     # Commands
 
     def _answer(self, command: ModelCommand | ForgetModels) -> Success | Failed | None:
         for index, (kind, hold) in enumerate(self._holds):
             if isinstance(command, kind):
+                hold.num_to_pass -= 1
+                if hold.num_to_pass >= 0:
+                    continue
                 hold.stop_here()
                 self._check_alive()
                 del self._holds[index]
@@ -281,7 +245,7 @@ class FakeCell:
             if isinstance(command, SaveState) and (hold := next(self._fresh_holds(), None)) is not None:
                 self._publish_later(command, hold)
                 return None
-            return self.slots.execute(command, self._say)
+            return self.slots.execute(command, self._link.say)
         except CommandFailed as failure:
             return Failed(command.command_id, failure.kind, failure.message)
 
@@ -297,13 +261,13 @@ class FakeCell:
             try:
                 hold.stop_here()
                 self._check_alive()
-                outcome: Success | Failed = save_model(self._vault, self._hello, captured, command, self._say)
+                outcome: Success | Failed = save_model(self._vault, self._hello, captured, command, self._link.say)
             except CommandFailed as failure:
                 outcome = Failed(command.command_id, failure.kind, failure.message)
             except Killed:
                 return
             self._num_publishing -= 1
-            self._say(outcome)
+            self._link.say(outcome)
 
-        self._say(Progress(command.command_id, "writing", 0, bytes_of(captured, command, self._hello)))
+        self._link.say(Progress(command.command_id, "writing", 0, bytes_of(captured, command, self._hello)))
         threading.Thread(target=publish, name="fake publish", daemon=True).start()

@@ -20,7 +20,10 @@ def as_f32(value: float) -> float:
 
 @dataclass
 class FakeModel:
-    """weight moves by `learning_rate * momentum` a step; `pending` counts tokens with a weight since the last step."""
+    """weight moves by `learning_rate * momentum` a step; `pending` counts tokens with a weight since the last step.
+
+    turn: of the last command that changed it.
+    """
 
     adapter: AdapterSpec
     weight: float
@@ -29,6 +32,7 @@ class FakeModel:
     iteration: int = 0
     pending: float = 0.0
     last_params: AdamParams | None = field(default=None)
+    turn: int = 0
 
     @classmethod
     def fresh(cls, adapter: AdapterSpec, seed: int) -> FakeModel:

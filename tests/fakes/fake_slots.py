@@ -32,6 +32,8 @@ from trainer_cell.protocol.outcomes import (
 )
 from trainer_cell.vault.layout import Vault
 
+_CHANGING = (CreateModel, LoadState, ForwardBackward, OptimStep, DiscardGradients)
+
 
 class FakeSlots:
     def __init__(self, vault: Vault, hello: Hello) -> None:
@@ -41,6 +43,12 @@ class FakeSlots:
 
     def execute(self, command: ModelCommand | ForgetModels, report: Callable[[Progress], None]) -> Success:
         """Raises `CommandFailed` with nothing changed."""
+        outcome = self._execute(command, report)
+        if isinstance(command, _CHANGING) and not getattr(command, "forward_only", False):
+            self.model(command).turn = command.turn
+        return outcome
+
+    def _execute(self, command: ModelCommand | ForgetModels, report: Callable[[Progress], None]) -> Success:
         match command:
             case CreateModel():
                 self._take_slot(command.model_id)
@@ -77,7 +85,7 @@ class FakeSlots:
         self.models[command.model_id] = model
         reason: Literal["not_requested", "no_load_optim"] | None = None
         if not with_optimizer:
-            reason = "no_load_optim" if self._hello.no_load_optim else "not_requested"
+            reason = "no_load_optim" if self._hello.no_load_optim and command.obeys_flags else "not_requested"
         return StateLoaded(command.command_id, model.step, model.iteration, with_optimizer, False, reason)
 
     def _take_slot(self, model_id: str) -> None:

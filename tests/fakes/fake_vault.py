@@ -13,7 +13,7 @@ from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Hello, Progress, StateSaved
 from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import CheckpointDamaged, CheckpointExists, StorageFailed, UnsupportedFormat
-from trainer_cell.vault.layout import CheckpointAddress, Vault
+from trainer_cell.vault.layout import RECOVERY, CheckpointAddress, Vault
 from trainer_cell.vault.manifest import Manifest, read_manifest
 from trainer_cell.vault.publish import abandon, begin, finish
 from trainer_cell.vault.shard_file import TensorPiece, WrittenShard, merge_index, write_shard
@@ -43,10 +43,10 @@ class WatchedDisk(Disk):
 def save_model(
     vault: Vault, hello: Hello, model: FakeModel, command: SaveState, report: Callable[[Progress], None]
 ) -> StateSaved:
-    pieces = _pieces(model, command.include_optimizer and not hello.no_save_optim)
+    pieces = _pieces(model, _has_optimizer(command, hello))
     num_bytes = sum(len(piece.data) for piece in pieces)
     address = CheckpointAddress(command.model_id, command.kind, command.name)
-    if command.quota is not None:
+    if command.quota is not None and command.kind != RECOVERY:
         command.quota.check(num_bytes)
     try:
         staging = begin(vault, address, command.overwrite, num_bytes, hello.epoch)
@@ -68,14 +68,18 @@ def save_model(
     )
 
 
+def _has_optimizer(command: SaveState, hello: Hello) -> bool:
+    return command.include_optimizer and (command.kind == RECOVERY or not hello.no_save_optim)
+
+
 def bytes_of(model: FakeModel, command: SaveState, hello: Hello) -> int:
-    return sum(len(piece.data) for piece in _pieces(model, command.include_optimizer and not hello.no_save_optim))
+    return sum(len(piece.data) for piece in _pieces(model, _has_optimizer(command, hello)))
 
 
 def load_model(vault: Vault, hello: Hello, command: LoadState) -> tuple[FakeModel, bool]:
     """The model as stored, and whether with its optimizer."""
     directory = vault.version_dir(command.version)
-    with_optimizer = command.load_optimizer and not hello.no_load_optim
+    with_optimizer = command.load_optimizer and not (hello.no_load_optim and command.obeys_flags)
     try:
         manifest = read_manifest(directory)
         if with_optimizer and not manifest.has_optimizer:
@@ -89,7 +93,9 @@ def load_model(vault: Vault, hello: Hello, command: LoadState) -> tuple[FakeMode
     except StorageFailed as error:
         raise CommandFailed(ErrorKind.STORAGE_FAILED, str(error)) from error
     values = {key.rpartition("/")[2]: struct.unpack("<f", buffers[key][:4])[0] for key in wanted}
-    model = FakeModel(manifest.adapter, values["weight"], iteration=manifest.iteration)
+    model = FakeModel(
+        manifest.adapter, values["weight"], iteration=manifest.iteration, last_params=manifest.adam_params
+    )
     if with_optimizer:
         model.momentum, model.step = values["exp_avg"], manifest.step
     return model, with_optimizer

@@ -10,6 +10,7 @@ import pytest
 from gateway.cli import main
 from tests.trainer_cell.vault.checkpoints import ADDRESS, new_vault, save
 from tests.trainer_cell.vault.scenes import MODEL, damage, named, state, version_of
+from trainer_cell.vault.layout import CheckpointAddress
 from trainer_cell.vault.listing import list_checkpoints
 from trainer_cell.vault.quarantine import list_quarantined
 from trainer_cell.vault.retention_record import RetentionRecord, write_records
@@ -74,6 +75,21 @@ def test_checkpoints_are_listed_and_verified_from_the_files_alone(
     for given in (str(version), ADDRESS.uri):
         assert run("checkpoints", "verify", "--deep", given, "--checkpoints", str(tmp_path)) == 1
         assert shard.name in capsys.readouterr().out
+
+
+def test_verify_all_looks_at_recovery_snapshots_and_a_listing_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vault = new_vault(tmp_path)
+    save(vault)
+    latest = CheckpointAddress(MODEL, "recovery", "latest")
+    damage(vault, save(vault, latest))
+    main(["checkpoints", "list", "--checkpoints", str(tmp_path)])
+    assert latest.uri not in capsys.readouterr().out
+    assert run("checkpoints", "verify", "--all", "--checkpoints", str(tmp_path)) == 1
+    told = capsys.readouterr().out
+    assert f"{latest.uri}: " in told
+    assert "2 checked, 1 damaged" in told
 
 
 def test_verify_wants_paths_or_all_and_not_both(tmp_path: Path) -> None:

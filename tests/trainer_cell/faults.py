@@ -1,7 +1,7 @@
 """Makes one rank raise at one step of a command, or stand still there, while a fault file asks for it.
 
-The file holds `{"rank": r, "at": step, "how": …}`: `raises`, `raises typed`, or `stands still`. `install` is given to a
-`RunningCell` as its `disturb`.
+The file holds `{"rank": r, "at": step, "how": …}`: `raises`, `raises typed`, `stands still`, or `stops` (the whole
+process, as SIGSTOP does). `install` is given to a `RunningCell` as its `disturb`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +70,8 @@ def _faulty(file: Path, rank: int, at: str, act: Callable[..., Any]) -> Callable
         if file.exists():
             asked = json.loads(file.read_text())
             if (asked["rank"], asked["at"]) == (rank, at):
+                if asked["how"] == "stops":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 if asked["how"] == "stands still":
                     time.sleep(3600)
                 if asked["how"] == "raises typed":

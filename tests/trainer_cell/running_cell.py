@@ -18,7 +18,7 @@ from typing import TypeVar
 from pydantic_settings import CliApp
 
 from tests.trainer_cell.forked_ranks import PATIENCE_S, logs_of, start_ranks
-from trainer_cell.protocol.commands import Command, SaveState, encode_command
+from trainer_cell.protocol.commands import Acknowledge, Command, SaveState, encode_command
 from trainer_cell.protocol.framing import FrameError, receive_frame, send_frame
 from trainer_cell.protocol.outcomes import Failed, Hello, Outcome, Progress, Success, decode_said
 from trainer_cell.settings import CellSettings
@@ -40,7 +40,10 @@ class CellEnded(Exception):
 
 
 class RunningCell:
-    """One epoch. disturb: called on each rank, with its number, before the cell is built there."""
+    """One epoch. disturb: called on each rank, with its number, before the cell is built there.
+
+    hello: what the cell said when it dialled last.
+    """
 
     def __init__(
         self,
@@ -55,30 +58,45 @@ class RunningCell:
         self.directory = Path(tempfile.mkdtemp(prefix="cell-"))
         Vault(checkpoints).create()
         path = self.directory / "socket"
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
-        listener.listen(1)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
         given = ["--base-model", str(base), "--checkpoints", str(checkpoints), "--gateway-socket", str(path)]
         given += ["--tp", str(tp), "--pp", str(pp), "--threads", "1", *options]
         self.processes = start_ranks(ranks, self.directory, _run, (given, disturb))
-        with listener:
-            if listener not in wait([listener, *(process.sentinel for process in self.processes)], PATIENCE_S):
-                raise CellEnded(self._await_end(), self.log())
-            self._connection, _ = listener.accept()
-        self._connection.settimeout(PATIENCE_S)
         self._outcomes: dict[str, Success | Failed] = {}
+        self._accept()
+
+    def _accept(self) -> None:
+        if self._listener not in wait([self._listener, *(one.sentinel for one in self.processes)], PATIENCE_S):
+            raise CellEnded(self._await_end(), self.log())
+        self._connection, _ = self._listener.accept()
+        self._connection.settimeout(PATIENCE_S)
         hello = self._next()
         assert isinstance(hello, Hello)
         self.hello = hello
 
+    def hang_up(self) -> None:
+        """As a gateway that dies: what the cell says from here on, nobody hears."""
+        self._connection.close()
+
+    def come_back(self) -> Hello:
+        """As the next gateway: it knows nothing but what it is told."""
+        self._outcomes.clear()
+        self._accept()
+        return self.hello
+
+    def acknowledge(self, *command_ids: str) -> None:
+        self.send(Acknowledge(command_ids))
+
     def execute(self, command: Command) -> Success | Failed:
         """The outcome; progress is passed over. Raises `CellEnded`, and `TimeoutError` if the cell hangs."""
-        self._send(command)
+        self.send(command)
         return self.outcome_of(command)
 
     def capture(self, command: SaveState) -> Progress | Outcome:
         """Send a save, and wait until the ranks are free of it; what the cell said then."""
-        self._send(command)
+        self.send(command)
         while True:
             said = self._next()
             assert not isinstance(said, Hello)
@@ -93,7 +111,7 @@ class RunningCell:
             self._keep(self._next())
         return self._outcomes.pop(command_id)
 
-    def _send(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         try:
             send_frame(self._connection, encode_command(command))
         except OSError:
@@ -125,6 +143,7 @@ class RunningCell:
             process.kill()
             process.join()
         self._connection.close()
+        self._listener.close()
         shutil.rmtree(self.directory)
 
     def _next(self) -> Hello | Progress | Outcome:

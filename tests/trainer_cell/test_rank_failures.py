@@ -3,19 +3,23 @@ Never a hang: a `RunningCell` waits for no answer for longer than its patience."
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.trainer_cell import odd_base
-from tests.trainer_cell.client import Client
+from tests.trainer_cell.client import Client, new_id
 from tests.trainer_cell.faults import AGREED, ENDING, fault, install
+from tests.trainer_cell.forked_ranks import PATIENCE_S
 from tests.trainer_cell.running_cell import CellEnded, RunningCell
 from tests.trainer_cell.training.arithmetic import batches
-from trainer_cell.protocol.commands import AdapterSpec, Command, CreateModel
+from trainer_cell.protocol.commands import AdapterSpec, CreateModel, ModelCommand
 from trainer_cell.protocol.errors import ErrorKind
 from trainer_cell.protocol.outcomes import Failed
 from trainer_cell.vault.layout import CheckpointAddress, Vault
@@ -48,12 +52,12 @@ class Disturbed:
         self.before = self.model.save(root, "before")
         cell.execute(self.model.forward_backward(DATA[1]))
 
-    def come_to_no_answer(self, at: str) -> None:
+    def come_to_no_answer(self, at: str, deadline_s: float = PATIENCE_S) -> None:
         """The first rank may have answered before another fails; then there is no later answer."""
-        self.cell.execute(self.command(at))
-        self.cell.execute(self.model.forward_backward(DATA[1]))
+        for command in (self.command(at), self.model.forward_backward(DATA[1])):
+            self.cell.execute(msgspec.structs.replace(command, deadline_s=deadline_s))
 
-    def command(self, at: str) -> Command:
+    def command(self, at: str) -> ModelCommand:
         """One that comes to that step."""
         if at in OF_FORWARD_BACKWARD:
             return self.model.forward_backward(DATA[1])
@@ -62,7 +66,7 @@ class Disturbed:
         if at in OF_SAVE:
             return self.model.save_command("target")
         if at == "create":
-            return CreateModel("create", "session:train:1", SPEC, 0)
+            return CreateModel(new_id(), "session:train:1", SPEC, 0)
         version = Vault(self.root).resolve(CheckpointAddress(self.model.model_id, "weights", "before"))
         assert version is not None
         return self.model.load_command(version)
@@ -141,10 +145,41 @@ def test_what_fails_where_other_ranks_wait_ends_the_epoch(disturb: Start, layout
 def test_a_rank_that_stands_still_ends_the_epoch_at_the_deadline_with_its_stack(
     disturb: Start, layout: str, rank: int, at: str
 ) -> None:
-    run = disturb(layout, "--command-deadline-s", "3")
+    run = disturb(layout)
     began = time.monotonic()
     with fault(run.fault_file, rank, at, how="stands still"), pytest.raises(CellEnded) as ended:
-        run.come_to_no_answer(at)
+        run.come_to_no_answer(at, deadline_s=3.0)
     assert time.monotonic() - began > 2.0
     assert 0 not in ended.value.statuses
     assert "in faulty" in str(ended.value)
+
+
+def test_a_rank_that_is_stopped_ends_the_epoch_at_the_deadline_of_the_next_command(disturb: Start) -> None:
+    run = disturb("dp2")
+    command = msgspec.structs.replace(run.model.forward_backward(DATA[1]), deadline_s=3.0)
+    assert not isinstance(run.cell.execute(command), Failed)  # the control: nobody is stopped
+    pid = run.cell.processes[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(CellEnded, match=r"Timeout \(0:00:03\)") as ended:
+        run.cell.execute(msgspec.structs.replace(run.model.forward_backward(DATA[1]), deadline_s=3.0))
+    assert time.monotonic() - began > 2.0
+    assert "in broadcast" in str(ended.value)
+    assert ended.value.statuses == [1, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("layout", "at"), [("tp2", "forward"), ("dp2", "norm")])
+def test_a_rank_that_is_stopped_in_a_command_ends_the_epoch_at_its_deadline(
+    disturb: Start, layout: str, at: str
+) -> None:
+    run = disturb(layout)
+    began = time.monotonic()
+    with (
+        fault(run.fault_file, 1, at, how="stops"),
+        pytest.raises(CellEnded, match=r"Timeout \(0:00:03\)") as ended,
+    ):
+        run.come_to_no_answer(at, deadline_s=3.0)
+    assert time.monotonic() - began > 2.0
+    assert "in serve" in str(ended.value)
+    assert ended.value.statuses == [1, -signal.SIGKILL]

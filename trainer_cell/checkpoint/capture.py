@@ -61,14 +61,13 @@ class SaveBuffer:
         dtype = _TORCH_DTYPES[stretch.dtype]
         return self._bytes[stretch.target : stretch.target + stretch.numel * dtype.itemsize].view(dtype)
 
-    def check_finite(self, plan: SavePlan, rank: int) -> None:
-        """Raises `CommandFailed` (NON_FINITE_STATE): a checkpoint that no load accepts must not take the place of one
-        that works. Runs beside the trainer, so it holds the interpreter for no longer than a call takes to begin."""
+    def find_non_finite(self, plan: SavePlan, rank: int) -> str | None:
+        """A part that holds NaN or infinity. Runs beside the trainer, so it holds the interpreter for no longer than a
+        call takes to begin."""
         for stretch in plan.stretches[rank]:
             if not _is_finite(self._view(stretch).view(torch.uint8).numpy(), stretch.dtype):
-                raise CommandFailed(
-                    ErrorKind.NON_FINITE_STATE, f"the model's {stretch.part} holds NaN or infinite values"
-                )
+                return stretch.part
+        return None
 
 
 def _is_finite(values: NDArray[np.uint8], dtype: str) -> bool:

@@ -18,7 +18,7 @@ from trainer_cell.protocol.outcomes import BaseModel, StateLoaded
 from trainer_cell.ranks import Ranks
 from trainer_cell.training.lr_schedule import LrScheduler, read_scheduler
 from trainer_cell.training.slots import Slot, SlotTable
-from trainer_cell.vault.layout import Vault
+from trainer_cell.vault.layout import RECOVERY, Vault
 from trainer_cell.vault.manifest import Manifest, read_manifest
 from trainer_cell.vault.shard_layout import KeptMemory
 
@@ -80,9 +80,14 @@ def load_slot(context: LoadContext, slots: SlotTable, command: LoadState) -> Sta
 
 
 def _reason(context: LoadContext, command: LoadState) -> Literal["not_requested", "no_load_optim"] | None:
-    if context.no_load_optim:
+    if _loads_no_optimizer(context, command):
         return "no_load_optim"
     return None if command.load_optimizer else "not_requested"
+
+
+def _loads_no_optimizer(context: LoadContext, command: LoadState) -> bool:
+    """Whatever the command asks for."""
+    return context.no_load_optim and command.obeys_flags
 
 
 def _check_adapter(stored: AdapterSpec, live: AdapterSpec) -> None:
@@ -100,7 +105,7 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
         manifest = read_manifest(directory)
     _check_manifest(context, slot, manifest)
     scheduler = None if manifest.scheduler is None else read_scheduler(manifest.scheduler)
-    with_optimizer = command.load_optimizer and not context.no_load_optim
+    with_optimizer = command.load_optimizer and not _loads_no_optimizer(context, command)
     if with_optimizer and not manifest.has_optimizer:
         raise CommandFailed(
             ErrorKind.NO_OPTIMIZER_STATE, "the checkpoint holds no optimizer state; load it with optimizer=false"
@@ -109,7 +114,9 @@ def _read(context: LoadContext, slot: Slot, command: LoadState) -> _Read:
     needed = _needed_parts(stored, with_optimizer, manifest.dtype, context.dtype)
     reader = _reader(context, slot, stored, needed, manifest.dtype)
     with vault_failures():
-        parts = reader.read(directory, manifest, context.memory, context.ranks.rank, context.ranks.world)
+        parts = reader.read(
+            directory, manifest, context.memory, context.ranks.rank, context.ranks.world, manifest.kind == RECOVERY
+        )
     return _Read(manifest, parts, with_optimizer, scheduler)
 
 
@@ -139,7 +146,7 @@ def _check_manifest(context: LoadContext, slot: Slot, manifest: Manifest) -> Non
             f"served is {context.base_model.name} {context.base_model.digest}",
         )
     _check_adapter(manifest.adapter, slot.spec)
-    if manifest.non_finite:
+    if manifest.non_finite and manifest.kind != RECOVERY:
         raise CommandFailed(ErrorKind.NON_FINITE_STATE, "the checkpoint holds NaN or infinite values")
 
 

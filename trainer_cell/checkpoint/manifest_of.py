@@ -54,8 +54,12 @@ def compose_manifest(
     command: SaveState,
     index: dict[str, TensorRecord],
     files: dict[str, FileRecord],
+    non_finite: bool,
 ) -> Manifest:
-    """The manifest of a version that consists of `files`, which hold the tensors of `index`."""
+    """The manifest of a version that consists of `files`, which hold the tensors of `index`.
+
+    non_finite: whether NaN or infinity is in any of them.
+    """
     return Manifest(
         command_id=command.command_id,
         model_id=command.model_id,
@@ -78,7 +82,7 @@ def compose_manifest(
         expires=command.expires,
         user_metadata=command.user_metadata,
         libraries=facts.libraries,
-        non_finite=False,  # what is not finite is not published
+        non_finite=non_finite,
         tensors=index,
         files=files,
     )

@@ -19,7 +19,7 @@ from trainer_cell.protocol.commands import SaveState
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Failed, Progress, Said, StateSaved
 from trainer_cell.ranks import Ranks, attempt, one_failure
-from trainer_cell.vault.layout import CheckpointAddress, Vault
+from trainer_cell.vault.layout import RECOVERY, CheckpointAddress, Vault
 from trainer_cell.vault.manifest import FileRecord, Manifest
 from trainer_cell.vault.publish import begin, finish
 from trainer_cell.vault.shard_file import write_image
@@ -75,9 +75,8 @@ class Publication:
 
     def _follow(self, booth: Booth) -> None:
         with self._context.buffers.lent(self._buffer):
-            token = booth.announced(self._command.command_id, self._patience_s)
-            record, verdict = attempt(lambda: self._write(token))
-        booth.cast(self._command.command_id, Vote(verdict, record))
+            vote = self._vote(booth.announced(self._command.command_id, self._patience_s))
+        booth.cast(self._command.command_id, vote)
 
     def _lead(self, booth: Booth) -> None:
         try:
@@ -103,9 +102,8 @@ class Publication:
         with self._context.buffers.lent(self._buffer):
             token, begun = attempt(self._begin)
             booth.announce(command_id, token)
-            record, written = attempt(lambda: self._write(token))
-        own = begun if begun.kind is not None else written
-        votes = booth.collect(command_id, Vote(own, record), self._patience_s)
+            vote = self._vote(token) if begun.kind is None else Vote(begun, None)
+        votes = booth.collect(command_id, vote, self._patience_s)
         if token is None:
             raise one_failure([(0, begun)], 1)
         staging = Staging.attach(self._context.vault, token)
@@ -120,24 +118,34 @@ class Publication:
         with vault_failures():
             return begin(context.vault, address, command.overwrite, self._plan.num_bytes, context.facts.epoch).token
 
-    def _write(self, token: str | None) -> FileRecord | None:
-        """This rank's shard; None when it has nothing to write, or nowhere to."""
-        rank = self._context.ranks.rank
-        layout = self._plan.layouts[rank]
+    def _vote(self, token: str | None) -> Vote:
+        written, verdict = attempt(lambda: self._write(token))
+        return Vote(verdict, *(written or (None, True)))
+
+    def _write(self, token: str | None) -> tuple[FileRecord | None, bool]:
+        """This rank's shard, None when it has nothing to write, or nowhere to; and whether all in it is finite."""
+        layout = self._plan.layouts[self._context.ranks.rank]
         if token is None or layout is None:
-            return None
+            return None, True
         staging = Staging.attach(self._context.vault, token)
         if layout.size < _CHECKED_BESIDE_BYTES:
-            self._buffer.check_finite(self._plan, rank)
+            is_finite = self._check_values()
             with vault_failures():
-                return write_image(staging, layout, self._buffer.image, self._reporter(layout.size))
+                return write_image(staging, layout, self._buffer.image, self._reporter(layout.size)), is_finite
         # Beside the write, which waits for the disk.
         with ThreadPoolExecutor(1) as checker:
-            check = checker.submit(self._buffer.check_finite, self._plan, rank)
+            check = checker.submit(self._check_values)
             with vault_failures():
                 record = write_image(staging, layout, self._buffer.image, self._reporter(layout.size))
-            check.result()
-        return record
+            return record, check.result()
+
+    def _check_values(self) -> bool:
+        """Whether all are finite. Raises `CommandFailed` (NON_FINITE_STATE) where they must be: a checkpoint that no
+        load accepts must not take the place of one that works. A recovery snapshot tells what is, whatever it is."""
+        part = self._buffer.find_non_finite(self._plan, self._context.ranks.rank)
+        if part is not None and self._command.kind != RECOVERY:
+            raise CommandFailed(ErrorKind.NON_FINITE_STATE, f"the model's {part} holds NaN or infinite values")
+        return part is None
 
     def _reporter(self, num_bytes: int) -> Callable[[int], None] | None:
         """Tells of the whole what rank 0 knows of its own part."""
@@ -161,7 +169,14 @@ class Publication:
             for layout, vote in zip(self._plan.layouts, votes, strict=True)
             if layout is not None and vote.record is not None
         }
-        return compose_manifest(self._context.facts, self._captured, self._command, self._plan.index.tensors, files)
+        return compose_manifest(
+            self._context.facts,
+            self._captured,
+            self._command,
+            self._plan.index.tensors,
+            files,
+            non_finite=not all(vote.is_finite for vote in votes),
+        )
 
     def _show(self, staging: Staging, manifest: Manifest) -> StateSaved:
         with self._lock:

@@ -19,6 +19,7 @@ from trainer_cell.protocol.commands import SaveState
 from trainer_cell.protocol.errors import CommandFailed
 from trainer_cell.protocol.outcomes import Progress, Said
 from trainer_cell.training.slots import Slot
+from trainer_cell.vault.layout import RECOVERY
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ def save_slot(context: SaveContext, slot: Slot, command: SaveState, say: Callabl
     Once the capture is over rank 0 says that it is writing: from then on the ranks are free. Raises `CommandFailed`
     before that; the slot is not touched either way.
     """
-    include_optimizer = command.include_optimizer and not context.no_save_optim
+    is_recovery = command.kind == RECOVERY
+    include_optimizer = command.include_optimizer and (is_recovery or not context.no_save_optim)
     plan = context.plans.plan(slot.adapter, include_optimizer)
-    if command.quota is not None:
+    if command.quota is not None and not is_recovery:
         command.quota.check(plan.num_bytes)  # the same on all ranks
     captured = Captured.of(slot, include_optimizer)
     buffer = _capture(context.publishing, plan, slot)
@@ -66,6 +68,7 @@ def _capture(context: PublishContext, plan: SavePlan, slot: Slot) -> SaveBuffer:
 
 
 def prepare_save(context: SaveContext, slot: Slot) -> None:
-    """Have the memory of the slot's first save at hand; all ranks together."""
-    plan = context.plans.plan(slot.adapter, not context.no_save_optim)
+    """Have the memory of the slot's first save at hand, which may be a recovery snapshot: of everything. All ranks
+    together."""
+    plan = context.plans.plan(slot.adapter, include_optimizer=True)
     context.publishing.buffers.prepare(plan.image_bytes(context.publishing.ranks.rank))

@@ -57,11 +57,18 @@ class SlotReader:
         self._spans: dict[str, list[Span]] = {}
 
     def read(
-        self, directory: Path, manifest: Manifest, memory: KeptMemory, rank: int = 0, world: int = 1
+        self,
+        directory: Path,
+        manifest: Manifest,
+        memory: KeptMemory,
+        rank: int = 0,
+        world: int = 1,
+        takes_any_value: bool = False,
     ) -> dict[str, list[Run]]:
         """Each part, in `memory`, until that is given to the next; `world` ranks read at once.
 
-        Raises what `TensorReader` raises, and `CommandFailed` (NON_FINITE_STATE) for NaN and infinity.
+        Raises what `TensorReader` raises, and `CommandFailed` (NON_FINITE_STATE) for NaN and infinity, unless it
+        `takes_any_value`.
         """
         looking: list[_Looking] = []
 
@@ -69,7 +76,7 @@ class SlotReader:
             if places is not self._places:
                 self._spans = {part: self._spans_of(part, places) for part in self._dtypes}
                 self._places = places
-            looking.append(_Looking(read, self._spans, self._dtypes))
+            looking.append(_Looking(read, self._spans, self._dtypes, takes_any_value))
             return looking[-1]
 
         self._reader.read(directory, manifest, allocate=memory, look=look, reader=rank, num_readers=world)
@@ -81,7 +88,7 @@ class SlotReader:
         return find_spans(placed, ITEM_BYTES[self._dtypes[part]])
 
     def _run(self, looking: _Looking, span: Span, part: str) -> Run:
-        if not looking.has_found_finite(span, part):
+        if not looking.is_good(span, part):
             assert self._places is not None
             key = next(key for key in span.keys if not is_finite(looking.values(*self._places[key], part)))
             raise CommandFailed(
@@ -93,20 +100,31 @@ class SlotReader:
 class _Looking:
     """Looks for NaN and infinity in each stretch of memory that has been read, while it is in cache."""
 
-    def __init__(self, memory: memoryview, spans: Mapping[str, list[Span]], dtypes: Mapping[str, TensorDType]) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        spans: Mapping[str, list[Span]],
+        dtypes: Mapping[str, TensorDType],
+        takes_any_value: bool,
+    ) -> None:
         self._memory = memory
         self._spans, self._dtypes = spans, dtypes
+        self._takes_any_value = takes_any_value
         self._finite: set[tuple[int, int]] = set()
 
     def __call__(self, begin: int, end: int) -> None:
+        if self._takes_any_value:
+            return
         for part, spans in self._spans.items():
             for span in spans[:_MOST_LOOKED_AT]:
                 first, last = max(begin, span.begin), min(end, span.end)
                 if first < last and is_finite(self.values(first, last, part)):
                     self._finite.add((first, last))
 
-    def has_found_finite(self, span: Span, part: str) -> bool:
-        """Of the whole span; what no stretch has held is looked at now."""
+    def is_good(self, span: Span, part: str) -> bool:
+        """Finite, the whole span, if it must be; what no stretch has held is looked at now."""
+        if self._takes_any_value:
+            return True
         found = sum(end - begin for begin, end in tuple(self._finite) if span.begin <= begin < span.end)
         return found == span.end - span.begin or is_finite(self.values(span.begin, span.end, part))
 

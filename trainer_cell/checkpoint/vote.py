@@ -22,10 +22,14 @@ from trainer_cell.vault.manifest import FileRecord
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """What one rank has to say of its part of an attempt; `record` is None when it had nothing to write, or failed."""
+    """What one rank has to say of its part of an attempt; `record` is None when it had nothing to write, or failed.
+
+    is_finite: neither NaN nor infinity is in it.
+    """
 
     verdict: Verdict
     record: FileRecord | None
+    is_finite: bool = True
 
 
 class _Announcement(msgspec.Struct, frozen=True):

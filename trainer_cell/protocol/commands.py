@@ -11,7 +11,7 @@ import msgspec
 
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 DType = Literal["float32", "int64"]
 
@@ -81,9 +81,16 @@ class LrSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Rate = Literal["learning_rate", "weight_decay"]
 
 
-class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command"):
+class _Addressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command"):
     command_id: str
     model_id: str
+
+
+class _Command(_Addressed, frozen=True, kw_only=True):
+    """turn: the command's place among those of its model, from 0. deadline_s: one that takes longer ends the cell."""
+
+    turn: int = 0
+    deadline_s: float = 3600.0
 
 
 class CreateModel(_Command, frozen=True, tag="create_model"):
@@ -142,12 +149,14 @@ class ByteQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SaveState(_Command, frozen=True, omit_defaults=True, tag="save_state"):
     """Publish a checkpoint of the model under `<root>/<model_id>/<kind>/<name>`.
 
-    include_optimizer: False leaves masters and moments out (the weights then carry the state alone).
+    kind: a `recovery` snapshot is the gateway's own: it has no quota, and may hold NaN and infinity.
+    include_optimizer: False leaves masters and moments out (the weights then carry the state alone); of a `recovery`
+    snapshot it is obeyed whatever the flags of the cell say.
     created / expires: UTC, ISO 8601 with `Z`. quota: None where the tenant has none.
     """
 
     name: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: Literal["weights", "sampler_weights", "recovery"]
     overwrite: bool
     include_optimizer: bool
     tenant_digest: str
@@ -162,11 +171,13 @@ class LoadState(_Command, frozen=True, tag="load_state"):
 
     version: directory of the version, relative to the checkpoint root (the gateway has resolved the public link).
     adapter: shape of the checkpoint's adapter; a model that is not resident is made resident with it.
+    obeys_flags: False for what only brings a model back: `load_optimizer` then holds also under --no-load-optim.
     """
 
     version: str
     adapter: AdapterSpec
     load_optimizer: bool
+    obeys_flags: bool = True
 
 
 class ForgetModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="forget_models"):
@@ -174,6 +185,12 @@ class ForgetModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
     command_id: str
     keep: tuple[str, ...]
+
+
+class Acknowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="acknowledge"):
+    """The gateway has these outcomes for good: the cell need not remember them. It has no outcome of its own."""
+
+    command_ids: tuple[str, ...]
 
 
 class Tick(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="command", tag="tick"):
@@ -185,7 +202,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
 
 
 ModelCommand = CreateModel | FreeModel | ForwardBackward | OptimStep | DiscardGradients | SaveState | LoadState
-Command = ModelCommand | ForgetModels | Tick | Stop
+Command = ModelCommand | ForgetModels | Acknowledge | Tick | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Command)

@@ -60,6 +60,11 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
 
 async def write_frame(writer: asyncio.StreamWriter, payload: bytes) -> None:
     """Write one frame and wait until the transport can take more."""
+    put_frame(writer, payload)
+    await writer.drain()
+
+
+def put_frame(writer: asyncio.StreamWriter, payload: bytes) -> None:
+    """Write one frame, at once: no other comes in between."""
     writer.write(_LENGTH.pack(_checked(len(payload))))
     writer.write(payload)
-    await writer.drain()

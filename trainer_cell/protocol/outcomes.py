@@ -37,30 +37,17 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResidentModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """turn: of the last command that changed the slot."""
+
     model_id: str
     adapter: AdapterSpec
     step: int
     iteration: int
+    turn: int = 0
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="said"):
     pass
-
-
-class Hello(_Said, frozen=True, tag="hello"):
-    """First frame of a connection. `epoch` names one life of the cell."""
-
-    protocol_version: int
-    epoch: str
-    layout: Layout
-    base_model: BaseModel
-    dtype: Literal["fp32", "bf16"]
-    deterministic: bool
-    no_load_optim: bool
-    no_save_optim: bool
-    slots: int
-    max_lora_rank: int
-    models: tuple[ResidentModel, ...]
 
 
 class Progress(_Said, frozen=True, tag="progress"):
@@ -146,6 +133,30 @@ Success = (
     | ModelsForgotten
 )
 Outcome = Success | Failed
+
+
+class Hello(_Said, frozen=True, tag="hello"):
+    """First frame of a connection. `epoch` names one life of the cell.
+
+    outcomes: all that are not acknowledged, in the order in which they were said. publishing: command ids of the saves
+    that are captured and not answered yet.
+    """
+
+    protocol_version: int
+    epoch: str
+    layout: Layout
+    base_model: BaseModel
+    dtype: Literal["fp32", "bf16"]
+    deterministic: bool
+    no_load_optim: bool
+    no_save_optim: bool
+    slots: int
+    max_lora_rank: int
+    models: tuple[ResidentModel, ...]
+    outcomes: tuple[Outcome, ...] = ()
+    publishing: tuple[str, ...] = ()
+
+
 Said = Hello | Progress | Outcome
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,14 +28,15 @@ class SlotState:
     exp_avg_sq: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slot:
-    """A resident model: its adapter and its optimizer."""
+    """A resident model: its adapter and its optimizer. turn: of the last command that changed it."""
 
     model_id: str
     spec: AdapterSpec
     adapter: Adapter
     optimizer: SlotOptimizer
+    turn: int = 0
 
     @property
     def num_parameters(self) -> int:

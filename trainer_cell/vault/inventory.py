@@ -14,7 +14,15 @@ from pathlib import Path
 
 from trainer_cell.vault.cover import directory_problems
 from trainer_cell.vault.errors import CheckpointDamaged, NotThere, UnsupportedFormat
-from trainer_cell.vault.layout import KINDS, CheckpointAddress, InvalidAddress, Vault, VersionName
+from trainer_cell.vault.layout import (
+    KINDS,
+    RECOVERY,
+    CheckpointAddress,
+    InvalidAddress,
+    Vault,
+    VersionName,
+    kind_directory,
+)
 from trainer_cell.vault.listing import check_identity
 from trainer_cell.vault.manifest import MANIFEST_NAME, read_manifest
 from trainer_cell.vault.point import pointed_version
@@ -73,14 +81,14 @@ class Inventory:
         ]
 
     def contents(self) -> Iterator[Contents]:
-        """Of every version that verifies. Raises `StorageFailed`."""
+        """Of every version that verifies, recovery snapshots aside. Raises `StorageFailed`."""
         models = self._vault.models()
         for model_id in models:
             known = self._known.get(model_id, {})
-            names = version_names(self._vault, model_id)
+            names = [name for name in version_names(self._vault, model_id) if name.kind != RECOVERY]
             found = {name: known.get(name) or self._contents(model_id, name) for name in names}
             told = {name: contents for name, contents in found.items() if contents is not None}
-            self._known[model_id] = told
+            self._known[model_id] = {**{name: known[name] for name in known if name.kind == RECOVERY}, **told}
             yield from told.values()
         for gone in self._known.keys() - set(models):
             self._known.pop(gone, None)
@@ -106,7 +114,7 @@ def public_names(vault: Vault, model_id: str) -> list[CheckpointAddress]:
     found = []
     for kind in KINDS:
         with suppress(NotThere):
-            for name in vault.disk.names(vault.model_dir(model_id) / kind):
+            for name in vault.disk.names(vault.model_dir(model_id) / kind_directory(kind)):
                 with suppress(InvalidAddress):
                     found.append(CheckpointAddress(model_id, kind, name))
     return found

@@ -1,6 +1,7 @@
 """Where checkpoints are: addresses, names, and the paths they stand for.
 
     <root>/<model>/<kind>/<name>                       -> ../.versions/<kind>.<name>.<ulid>   (public path)
+    <root>/<model>/.recovery/latest                    -> ../.versions/recovery.latest.<ulid>   (kind `recovery`)
     <root>/<model>/.versions/<kind>.<name>.<ulid>/     immutable, complete
     <root>/<model>/.retention/<kind>.<name>.<ulid>.json   what was decided about a version later: TTL, pin, deletion
     <root>/.staging/<epoch>.<ulid>/                    garbage once the lock <epoch>.lock is free
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from trainer_cell.vault.disk import LOCAL_DISK, Disk
 from trainer_cell.vault.errors import (
@@ -36,8 +37,11 @@ from trainer_cell.vault.ulid import ULID_PATTERN, new_ulid
 
 __all__ = ["CheckpointAddress", "InvalidAddress", "Kind", "Vault", "new_ulid"]
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "recovery"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# What a service needs to bring a model back, and takes, replaces and removes by itself.
+RECOVERY: Final = "recovery"
+CLIENT_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != RECOVERY)
 
 VERSIONS = ".versions"
 RETENTION = ".retention"
@@ -46,7 +50,7 @@ QUARANTINE = ".quarantine"
 _SCHEME = "tinker://"
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,190}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_VERSION = re.compile(rf"(weights|sampler_weights)\.([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})\.({ULID_PATTERN})")
+_VERSION = re.compile(rf"({'|'.join(KINDS)})\.([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})\.({ULID_PATTERN})")
 # Less room than this serves nobody; it is found out at start-up, not at the first save.
 _LEAST_FREE_BYTES = 4 << 20
 # Of a path below the root, with every name in it at its longest. A shard's path in staging is shorter than in its
@@ -102,6 +106,11 @@ def check_name(name: str) -> None:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 200 else f"{text[:200]}…")
+
+
+def kind_directory(kind: Kind) -> str:
+    """Of a kind's public names under a model's directory; that of recovery snapshots is hidden."""
+    return f".{kind}" if kind == RECOVERY else kind
 
 
 def directory_name(model_id: str) -> str:
@@ -218,7 +227,7 @@ class Vault:
         return self.model_dir(model_id) / RETENTION
 
     def kind_dir(self, address: CheckpointAddress) -> Path:
-        return self.model_dir(address.model_id) / address.kind
+        return self.model_dir(address.model_id) / kind_directory(address.kind)
 
     def public_path(self, address: CheckpointAddress) -> Path:
         return self.kind_dir(address) / address.name
@@ -232,7 +241,7 @@ class Vault:
         model, _, rest = version.partition("/")
         holder, _, name = rest.partition("/")
         is_linked = holder == VERSIONS and VersionName.parse(name) is not None
-        is_plain = holder in KINDS and _NAME.fullmatch(name) is not None
+        is_plain = holder in CLIENT_KINDS and _NAME.fullmatch(name) is not None
         if model_id_of(model) is None or not (is_linked or is_plain):
             raise InvalidAddress(f"{_shown(version)} is not a version")
         return self.root / version
@@ -241,7 +250,7 @@ class Vault:
         """The version the public name stands for now, None when the name is free. The link is read once.
 
         Raises `CheckpointDamaged` when the public name is anything but a link to a version of that name, or a
-        plain directory (which an older layout left there).
+        plain directory (which an older layout left there; it knew no recovery snapshots).
         """
         public = self.public_path(address)
         try:
@@ -251,7 +260,7 @@ class Vault:
                 return self.version(address.model_id, self._version_at(address, target))
         except NotThere:
             return None
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(found.st_mode) or address.kind == RECOVERY:
             raise CheckpointDamaged(public, "is neither a link to a version nor a directory")
         return str(public.relative_to(self.root))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,11 +13,13 @@ from trainer_cell.vault.cover import directory_problems
 from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import CheckpointDamaged, NotThere, VaultError
 from trainer_cell.vault.layout import (
-    KINDS,
+    CLIENT_KINDS,
     CheckpointAddress,
+    Kind,
     Vault,
     VersionName,
     directory_name,
+    kind_directory,
     model_id_of,
 )
 from trainer_cell.vault.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -47,14 +49,16 @@ class Listed:
         return self.record.expires_over(None if stated is None else moment(stated))
 
 
-def list_checkpoints(vault: Vault, model_id: str | None = None) -> Iterator[Listed]:
+def list_checkpoints(
+    vault: Vault, model_id: str | None = None, kinds: Sequence[Kind] = CLIENT_KINDS
+) -> Iterator[Listed]:
     """All public names, the latest save first; plain directories, which no save has numbered, come last.
 
     What is not a checkpoint is passed over. Raises `StorageFailed` only if the root itself cannot be listed.
     """
     with suppress(NotThere):
         models = [directory_name(model_id)] if model_id else vault.disk.names(vault.root)
-        found = [pair for model in models for pair in _resolved(vault, model)]
+        found = [pair for model in models for pair in _resolved(vault, model, kinds)]
         for address, version in sorted(found, key=_latest_last, reverse=True):
             yield _listed(vault, address, version)
 
@@ -65,13 +69,13 @@ def _latest_last(pair: tuple[CheckpointAddress, str]) -> tuple[str, str]:
     return (name.ulid if name else "", address.uri)
 
 
-def _resolved(vault: Vault, model: str) -> Iterator[tuple[CheckpointAddress, str]]:
+def _resolved(vault: Vault, model: str, kinds: Sequence[Kind]) -> Iterator[tuple[CheckpointAddress, str]]:
     model_id = model_id_of(model)
     if model_id is None:
         return
-    for kind in KINDS:
+    for kind in kinds:
         try:
-            names = vault.disk.names(vault.root / model / kind)
+            names = vault.disk.names(vault.root / model / kind_directory(kind))
         except VaultError:
             continue
         for name in names:

@@ -2,15 +2,15 @@
 
 - **doomed**: a deletion that was begun is finished.
 - **expired**: its TTL is over. A name goes with all its versions once the version it points at has expired.
-- **replaced**: its name has pointed at a later version for longer than the grace.
+- **replaced**: its name has pointed at a later version for longer than the grace; a recovery snapshot has none.
 - **not_kept**: with `keep_last` or `keep_every` set, a training checkpoint (`weights`) that is neither among the
   `keep_last` saved last nor at an iteration that `keep_every` divides. Its name goes with all its versions.
 
 Of these, *replaced* and *not_kept* never take the latest complete version of a kind, or the latest complete one whose
-tensors are finite, and *not_kept* none younger than the grace. No rule takes a pinned version (a deletion has refused
-it before), or one that does not verify: only its owner's deletion does. A TTL is its owner's own word and takes also
-the latest. A version that is newer than what its name points at, or whose name is absent, is not a matter of rules: a
-start-up settles what became of its save.
+tensors are finite (recovery snapshots tell what was, finite or not, and need only the former), and *not_kept* none
+younger than the grace. No rule takes a pinned version (a deletion has refused it before), or one that does not verify:
+only its owner's deletion does. A TTL is its owner's own word and takes also the latest. A version that is newer than
+what its name points at, or whose name is absent, is not a matter of rules: a start-up settles what became of its save.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from trainer_cell.vault.layout import VersionName
+from trainer_cell.vault.layout import RECOVERY, VersionName
 
 Reason = Literal["deleted", "expired", "replaced", "not_kept"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -102,7 +102,8 @@ def _replaced_goes(one: Candidate, public: Candidate, latest: set[VersionName], 
         return None
     if one.is_expired:
         return "expired"
-    is_due = one.replaced_for_s is not None and one.replaced_for_s >= rules.replaced_grace_s
+    grace_s = 0.0 if one.version.kind == RECOVERY else rules.replaced_grace_s
+    is_due = one.replaced_for_s is not None and one.replaced_for_s >= grace_s
     return "replaced" if is_due and one.version not in latest else None
 
 
@@ -112,7 +113,7 @@ def _latest(candidates: Sequence[Candidate]) -> set[VersionName]:
     for one in sorted(candidates, key=lambda one: one.version.ulid):
         if one.is_complete and one.doomed is None and (one.is_pinned or not one.is_expired):
             latest[one.version.kind, False] = one.version
-            if one.is_finite:
+            if one.is_finite and one.version.kind != RECOVERY:
                 latest[one.version.kind, True] = one.version
     return set(latest.values())
 

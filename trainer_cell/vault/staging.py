@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import NotThere, StorageFailed
-from trainer_cell.vault.layout import KINDS, Vault, model_id_of
+from trainer_cell.vault.layout import KINDS, Vault, kind_directory, model_id_of
 from trainer_cell.vault.locks import epoch_lock_path, try_lock_epoch
 from trainer_cell.vault.ulid import ULID_PATTERN, new_ulid
 
@@ -92,7 +92,7 @@ def _pointers(vault: Vault) -> list[Path]:
         if model_id_of(model) is None:
             continue
         for kind in KINDS:
-            directory = vault.root / model / kind
+            directory = vault.root / model / kind_directory(kind)
             with suppress(StorageFailed):
                 found += [directory / name for name in vault.disk.names(directory) if name.startswith(".point.")]
     return found

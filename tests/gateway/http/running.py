@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from gateway.scheduling.identity import tenant_digester
 from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.sweeper import Sweeper
+from gateway.store.journal import Journal
 from tests.fakes.fake_cell import FakeCell
 from tests.gateway.http.listening import Listening, listening
 from trainer_cell.vault.collect import Collector
@@ -139,17 +141,22 @@ def running_gateway(
     vault.create()
     socket_path = directory / "run" / "cell.sock"
     catalog = Catalog(vault, tenant_digester(b"secret"), quota_bytes)
-    scheduler = Scheduler(CellLink(socket_path), catalog)
+    journal = Journal.open(f"sqlite:///{directory / 'journal.sqlite3'}")
+    scheduler = Scheduler(CellLink(socket_path), catalog, journal)
+    scheduler.restore(journal.load())
     sweeper = None
     if rules is not None:
         collector = Collector(vault, rules, catalog.inventory)
         sweeper = Sweeper(vault, collector, sweep_interval_s, recover(vault), least_pause_s=0.02)
     app = create_app(scheduler, KEYS, limits, sweeper, imports(scheduler) if imports else None)
-    with listening(app, lambda config: Server(config, app), port) as where:
-        running = RunningGateway(app, scheduler, where, socket_path, vault.root)
-        try:
-            if cell:
-                running.attach_cell()
-            yield running
-        finally:
-            running.close()
+    try:
+        with listening(app, lambda config: Server(config, app), port) as where:
+            running = RunningGateway(app, scheduler, where, socket_path, vault.root)
+            try:
+                if cell:
+                    running.attach_cell()
+                yield running
+            finally:
+                running.close()
+    finally:
+        asyncio.run(journal.close())

@@ -158,7 +158,8 @@ def test_a_sweep_leaves_a_checkpoint_that_is_being_loaded(directory: Path) -> No
         assert listed(alice) == {}
         hold.release()
         assert wait(alice, answer.headers["location"])["state"] == "succeeded"
-        while list(gateway.root.glob("*/.versions/*")):
+        # Once a snapshot of the model holds what was loaded.
+        while list(gateway.root.glob("*/.versions/weights.*")):
             time.sleep(0.02)
 
 

@@ -60,10 +60,12 @@ def test_a_model_without_checkpoints_has_an_empty_list_and_an_unknown_one_is_404
         assert alice.http.get(f"/api/v1/{path}").status_code == 404
 
 
-def test_after_a_restart_the_files_alone_tell_of_runs_and_can_be_loaded_and_deleted(directory: Path) -> None:
+def test_where_the_journal_is_lost_the_files_alone_tell_of_runs_and_can_be_loaded_and_deleted(directory: Path) -> None:
     with running_gateway(directory) as gateway:
         model_id = gateway.alice.new_model()
         save(gateway.alice, model_id, "a", "b")
+    for file in directory.glob("journal.sqlite3*"):
+        file.unlink()
     with running_gateway(directory) as gateway:
         alice = gateway.alice
         (run,) = alice.get("/api/v1/training_runs")["training_runs"]

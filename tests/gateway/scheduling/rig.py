@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from gateway.scheduling.requests import (
     SaveRequest,
 )
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.journal import Journal
 from tests.fakes.fake_cell import PATIENCE_S, FakeCell, Hold
 from trainer_cell.protocol.commands import AdamParams, Array, Datum
 from trainer_cell.protocol.errors import ErrorKind
@@ -78,12 +79,15 @@ async def rig(root: Path, **options: Any) -> AsyncIterator[Rig]:
     # Paths of sockets are short, those of tests are not.
     with tempfile.TemporaryDirectory(prefix="cell") as directory:
         link = CellLink(Path(directory) / "cell.sock")
-        scheduler = Scheduler(link, Catalog(vault, tenant_digester(SECRET)), **options)
+        journal = await asyncio.to_thread(Journal.open, f"sqlite:///{root / 'journal.sqlite3'}")
+        scheduler = Scheduler(link, Catalog(vault, tenant_digester(SECRET)), journal, **options)
+        scheduler.restore(journal.load())
         await scheduler.start()
         try:
             yield Rig(link.socket_path, vault, link, scheduler)
         finally:
             await scheduler.stop(grace_s=0)
+            await journal.close()
 
 
 @asynccontextmanager
@@ -97,6 +101,13 @@ async def rig_with_cell(root: Path, **cell: Any) -> AsyncIterator[tuple[Rig, Fak
 async def within(awaitable: Any) -> Any:
     async with asyncio.timeout(PATIENCE_S):
         return await awaitable
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """For what tells nobody when it comes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.001)
 
 
 async def done(future: Future) -> Future:

@@ -10,9 +10,21 @@ import pytest
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.errors import CheckpointUnreadable, InvalidRequest, UnknownCheckpoint
 from gateway.scheduling.identity import tenant_digester
-from tests.gateway.scheduling.rig import SECRET, path_of, rig_with_cell, save, save_for_sampler, succeeded
+from tests.gateway.scheduling.rig import (
+    SECRET,
+    forward_backward,
+    load,
+    optim_step,
+    path_of,
+    rig_with_cell,
+    save,
+    save_for_sampler,
+    succeeded,
+)
+from trainer_cell.protocol.commands import SaveState
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.manifest import MANIFEST_NAME
+from trainer_cell.vault.retention_record import NO_RECORD
 
 
 async def saved_by_two(root: Path) -> tuple[Vault, str, str]:
@@ -130,3 +142,26 @@ async def test_what_a_delete_left_because_it_was_being_read_goes_with_the_next_o
         with pytest.raises(UnknownCheckpoint):
             await books.delete(tenant, entry.uri)
     assert not vault.version_dir(entry.version).exists()
+
+
+async def test_a_recovery_snapshot_is_its_owners_to_load_and_nobodys_to_change(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model = await gateway.model("alice")
+        await succeeded(gateway.submit(model, forward_backward(), optim_step(), first=1)[-1])
+        books = gateway.scheduler.catalog
+        digest = books.tenant_digest("alice")
+        created = "2026-01-01T00:00:00Z"
+        snapshot = SaveState("s", model, "latest", "recovery", True, True, digest, created, None, {"turn": "2"})
+        cell.slots.execute(snapshot, lambda said: None)
+        path = path_of(model, "latest", "recovery")
+        assert await books.list("alice") == []
+        assert await books.saves.used_bytes("alice") == 0
+        for change in (books.delete, books.pin, books.unpin, lambda tenant, of: books.set_ttl(tenant, of, 7200)):
+            with pytest.raises(InvalidRequest, match="service's own"):
+                await change("alice", path)
+        entry = await books.find("alice", path)
+        assert (entry.uri, entry.record) == (path, NO_RECORD)
+        with pytest.raises(UnknownCheckpoint):
+            await books.find("bob", path)
+        loaded = await succeeded(gateway.submit(model, load(path), first=3)[-1])
+        assert (loaded.step, loaded.optimizer_restored) == (1, True)

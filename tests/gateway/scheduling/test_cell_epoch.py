@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,8 @@ from tests.fakes.fake_cell import FakeCell
 from tests.gateway.scheduling.rig import (
     Rig,
     create,
-    done,
     failed,
     forward_backward,
-    load,
     optim_step,
     path_of,
     reached,
@@ -24,14 +23,21 @@ from tests.gateway.scheduling.rig import (
     rig_with_cell,
     save,
     succeeded,
+    until,
     within,
 )
 from trainer_cell.protocol.commands import CreateModel, ForgetModels, ForwardBackward, SaveState
 from trainer_cell.vault.layout import CheckpointAddress
+from trainer_cell.vault.manifest import read_manifest
 
 
 async def kill(cell: FakeCell) -> None:
     await asyncio.to_thread(cell.kill)
+
+
+async def until_lost(gateway: Rig) -> None:
+    """Until the gateway has noticed."""
+    await until(lambda: not gateway.link.ready.is_set())
 
 
 async def lose(gateway: Rig, cell: FakeCell) -> None:
@@ -43,41 +49,50 @@ async def lose(gateway: Rig, cell: FakeCell) -> None:
     await within(noticed.wait())
 
 
-async def test_a_cell_killed_in_the_middle_of_a_command_fails_it_and_loses_its_models(tmp_path: Path) -> None:
+async def test_a_cell_killed_in_the_middle_of_a_command_costs_time_alone(tmp_path: Path) -> None:
     async with rig_with_cell(tmp_path) as (gateway, cell):
         model, idle = await gateway.model(), await gateway.model()
+        for future in gateway.submit(idle, forward_backward(), optim_step(), forward_backward(7)):
+            await succeeded(future)
         hold = cell.hold_next(ForwardBackward)
         running, queued = gateway.submit(model, forward_backward(), optim_step())
         await reached(hold)
+        before = copy.copy(cell.slots.models[idle])
         await kill(cell)
-        assert await failed(running) == "cell_lost"
-        assert await failed(queued) == "model_lost"
-        assert "load a checkpoint" in (queued.error.message if queued.error else "")
-        for lost in (model, idle):
-            assert gateway.scheduler.model("alice", lost).state == "lost"
-        # While there is no cell, what is lost stays a definite answer.
-        assert await failed(gateway.scheduler.submit("alice", idle, 1, save())) == "model_lost"
+        await until_lost(gateway)
+        assert running.state == "queued"
         assert not gateway.scheduler.is_ready
-
-
-async def test_a_load_brings_a_lost_model_back(tmp_path: Path) -> None:
-    async with rig_with_cell(tmp_path) as (gateway, cell):
-        model = await gateway.model()
-        for future in gateway.submit(model, forward_backward(), optim_step(), save(), forward_backward(9)):
-            await succeeded(future)
-        kept = cell.slots.models[model]
-        await lose(gateway, cell)
         with gateway.cell() as second:
-            wrong, back, trained, stepped = gateway.submit(
-                model, forward_backward(), load(path_of(model)), forward_backward(4, 5), optim_step(), first=5
-            )
-            assert await failed(wrong) == "model_lost"
-            loaded = await succeeded(back)
-            assert (loaded.step, loaded.iteration, loaded.optimizer_restored) == (1, 1, True)
-            await succeeded(trained)
-            assert (await succeeded(stepped)).step == 2
-            assert second.slots.models[model].momentum == kept.momentum / 2 + 2
-            assert gateway.scheduler.model("alice", model).state == "ready"
+            await succeeded(running)
+            assert (await succeeded(queued)).step == 1
+            assert idle not in second.slots.models
+            await succeeded(gateway.scheduler.submit("alice", idle, 4, save()))
+            assert second.slots.models[idle] == before
+            assert gateway.scheduler.model("alice", idle).state == "ready"
+
+
+async def test_a_command_that_ends_three_cells_fails_alone_and_its_model_goes_on_from_before_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            for future in gateway.submit(model, forward_backward(), optim_step()):
+                await succeeded(future)
+            before = copy.copy(cell.slots.models[model])
+            await lose(gateway, cell)
+        deadly, after = gateway.submit(model, forward_backward(5), forward_backward(6), first=3)
+        for _ in range(3):
+            with gateway.cell() as cell:
+                hold = cell.hold_next(ForwardBackward, after=1)
+                await reached(hold)
+                assert deadly.error is None
+                await kill(cell)
+                await until_lost(gateway)
+        assert await failed(deadly) == "cell_lost"
+        with gateway.cell() as cell:
+            await succeeded(after)
+            assert cell.slots.models[model].weight == before.weight
+            # One token, of the command that came after: the deadly one left nothing.
+            assert cell.slots.models[model].pending == 1
 
 
 async def test_a_lost_model_unloads_without_a_cell(tmp_path: Path) -> None:
@@ -99,16 +114,17 @@ async def test_commands_for_models_to_be_wait_for_the_next_cell(tmp_path: Path) 
             await succeeded(trained)
 
 
-async def test_a_create_in_flight_fails_with_its_cell(tmp_path: Path) -> None:
+async def test_a_create_in_flight_is_done_by_the_next_cell(tmp_path: Path) -> None:
     async with rig_with_cell(tmp_path) as (gateway, cell):
         hold = cell.hold_next(CreateModel)
         made = gateway.scheduler.submit_create("alice", gateway.session(), 0, create())
         trained = gateway.scheduler.submit("alice", made.model_id, 1, forward_backward())
         await reached(hold)
         await kill(cell)
-        assert await failed(made) == "cell_lost"
-        assert await failed(trained) == "cell_lost"
-        assert gateway.scheduler.model("alice", made.model_id).state == "failed"
+        await until_lost(gateway)
+        with gateway.cell():
+            await succeeded(made)
+            await succeeded(trained)
 
 
 @pytest.mark.parametrize(
@@ -134,24 +150,18 @@ async def test_a_save_in_flight_is_settled_from_disk(
         for future in gateway.submit(model, forward_backward(), optim_step()):
             await succeeded(future)
         cell.die_before(operation, path_part)
-        saving = gateway.scheduler.submit("alice", model, 3, save(overwrite=swaps))
-        await done(saving)
-        if is_saved:
-            assert saving.error is None
-            assert saving.outcome is not None
+        saving, _, stepped = gateway.submit(model, save(overwrite=swaps), forward_backward(), optim_step(), first=3)
+        await until_lost(gateway)
+        with gateway.cell() as second:
+            outcome = await succeeded(saving)
+            assert (await succeeded(stepped)).step == 2
             entry = await gateway.scheduler.catalog.find("alice", path_of(model))
-            assert entry.manifest.step == 1
-            assert entry.manifest.command_id == saving.outcome.command_id
-        else:
-            assert await failed(saving) == "cell_lost"
-            assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) is None
-        assert gateway.scheduler.model("alice", model).state == "lost"
-        with gateway.cell():
-            other = await gateway.model()
-            # The sweep took what the dead cell had staged, and the name is as free as the answer said.
+            assert (entry.manifest.step, entry.manifest.command_id) == (1, outcome.command_id)
+            assert entry.version == outcome.version
+            # What was complete was found, and not made a second time.
+            assert second.count_saves(model) == (0 if is_saved else 1)
+            # The sweep took what the dead cell had staged.
             assert [path.name for path in gateway.vault.staging_root.iterdir() if path.is_dir()] == []
-            again = gateway.scheduler.submit("alice", other, 1, save())
-            await succeeded(again)
 
 
 async def test_a_save_whose_answer_alone_was_lost_is_found_on_disk(tmp_path: Path) -> None:
@@ -160,10 +170,27 @@ async def test_a_save_whose_answer_alone_was_lost_is_found_on_disk(tmp_path: Pat
         cell.die_before_answering(SaveState)
         outcome = await succeeded(gateway.scheduler.submit("alice", model, 1, save()))
         assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == outcome.version
-        assert gateway.scheduler.model("alice", model).state == "lost"
 
 
-async def test_a_cell_that_only_lost_its_connection_keeps_its_models(tmp_path: Path) -> None:
+async def test_a_save_lost_with_its_cell_is_made_again_of_the_state_it_was_asked_for(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model = await gateway.model()
+        cell.hold_next_publish()
+        _, _, saving, _, stepped = gateway.submit(
+            model, forward_backward(), optim_step(), save(), forward_backward(9), optim_step()
+        )
+        await succeeded(stepped)
+        trained = copy.copy(cell.slots.models[model])
+        await kill(cell)
+        await until_lost(gateway)
+        with gateway.cell() as second:
+            saved = await succeeded(saving)
+            assert read_manifest(gateway.version_dir(saved)).step == 1
+            await succeeded(gateway.scheduler.submit("alice", model, 6, forward_backward(only=True)))
+            assert second.slots.models[model] == trained
+
+
+async def test_a_command_whose_answer_was_lost_with_the_connection_is_not_run_again(tmp_path: Path) -> None:
     async with rig_with_cell(tmp_path) as (gateway, cell):
         idle, busy = await gateway.model(), await gateway.model()
         for future in gateway.submit(idle, forward_backward(), optim_step(), forward_backward(7)):
@@ -172,59 +199,32 @@ async def test_a_cell_that_only_lost_its_connection_keeps_its_models(tmp_path: P
         running = gateway.scheduler.submit("alice", busy, 1, forward_backward())
         await reached(hold)
         cell.drop_connection()
-        assert await failed(running) == "cell_lost"
-        assert gateway.scheduler.model("alice", idle).state == "lost"
+        await until_lost(gateway)
         hold.release()
-        other = await gateway.model()
-        # Whether the gradient of the busy one has grown nobody can say: only a load brings it back.
-        assert gateway.scheduler.model("alice", busy).state == "lost"
-        assert gateway.scheduler.model("alice", idle).state == "ready"
-        assert cell.slots.models.keys() == {idle, other}
-        assert [command.keep for command in cell.commands if isinstance(command, ForgetModels)] == [(idle,)]
+        await succeeded(running)
+        assert cell.slots.models.keys() == {idle, busy}
+        assert cell.slots.models[busy].pending == 3
+        assert cell.count(ForwardBackward) == 3
+        assert cell.count(ForgetModels) == 0
+        assert running.attempts == 1
         assert (await succeeded(gateway.scheduler.submit("alice", idle, 4, optim_step()))).step == 2
 
 
-async def test_failures_told_in_between_still_guard_the_step_of_an_adopted_model(tmp_path: Path) -> None:
-    async with rig_with_cell(tmp_path) as (gateway, cell):
-        model, busy = await gateway.model(), await gateway.model()
-        await succeeded(gateway.scheduler.submit("alice", model, 1, forward_backward()))
-        hold = cell.hold_next(ForwardBackward)
-        running = gateway.scheduler.submit("alice", busy, 1, forward_backward())
-        await reached(hold)
-        part = gateway.scheduler.submit("alice", model, 2, forward_backward())
-        step = gateway.scheduler.submit("alice", model, 4, optim_step())
-        cell.drop_connection()
-        assert await failed(running) == "cell_lost"
-        assert await failed(part) == "model_lost"
-        hold.release()
-        await gateway.model()
-        gateway.scheduler.submit("alice", model, 3, forward_backward())
-        assert await failed(step) == "partial_gradients"
-
-
-async def test_a_new_gateway_frees_what_it_does_not_know_and_finds_the_checkpoints(tmp_path: Path) -> None:
+async def test_a_step_on_a_gradient_that_failed_in_part_is_refused_also_after_the_cell_was_lost(tmp_path: Path) -> None:
     async with rig_with_cell(tmp_path) as (gateway, cell):
         model = await gateway.model()
-        for future in gateway.submit(model, forward_backward(), optim_step(), save()):
-            await succeeded(future)
-        left = dict(cell.slots.models)
-    async with rig(tmp_path) as gateway:
-        cell = gateway.cell()
-        cell.slots.models.update(left)
-        with cell:
-            fresh = await gateway.model()
-            assert cell.slots.models.keys() == {fresh}
-            assert [entry.uri for entry in await gateway.scheduler.catalog.list("alice")] == [path_of(model)]
-            assert await gateway.scheduler.catalog.list("bob") == []
-            back = gateway.scheduler.submit("alice", fresh, 1, load(path_of(model)))
-            assert (await succeeded(back)).step == 1
+        _, bad = gateway.submit(model, forward_backward(), forward_backward(loss="no such"))
+        step = gateway.scheduler.submit("alice", model, 4, optim_step())
+        await failed(bad)
+        await lose(gateway, cell)
+        with gateway.cell() as second:
+            gateway.scheduler.submit("alice", model, 3, forward_backward())
+            assert await failed(step) == "partial_gradients"
+            assert second.slots.models[model].pending == 0
 
 
 async def test_a_rejected_request_is_answered_without_a_cell(tmp_path: Path) -> None:
     async with rig_with_cell(tmp_path) as (gateway, cell):
         model = await gateway.model()
-        hold = cell.hold_next(SaveState)
-        gateway.scheduler.submit("alice", model, 1, save())
-        await reached(hold)
-        await kill(cell)
-        assert await failed(gateway.scheduler.submit("alice", model, 2, rejected())) == "bad_command"
+        await lose(gateway, cell)
+        assert await failed(gateway.scheduler.submit("alice", model, 1, rejected())) == "bad_command"

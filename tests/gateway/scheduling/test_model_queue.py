@@ -15,9 +15,14 @@ from tests.gateway.scheduling.rig import save
 BOOK = FutureBook()
 
 
+def accept(queue: ModelQueue, one: Future, seq_id: int | None, fingerprint: bytes) -> None:
+    queue.reserve(one, seq_id, fingerprint)
+    queue.place(one, seq_id)
+
+
 def new_queue() -> ModelQueue:
     queue = ModelQueue(Model("s:train:0", "s", "alice", None, None, None, {}))
-    queue.accept(future("create"), 0, b"create")
+    accept(queue, future("create"), 0, b"create")
     return queue
 
 
@@ -34,7 +39,7 @@ def names(queue: ModelQueue) -> list[str]:
 def test_ready_is_always_the_contiguous_prefix_in_order(arrivals: list[int]) -> None:
     queue, arrived = new_queue(), set[int]()
     for number in arrivals:
-        queue.accept(future(str(number)), number, b"")
+        accept(queue, future(str(number)), number, b"")
         arrived.add(number)
         prefix = next(n for n in range(1, 10) if n not in arrived)
         assert names(queue) == ["create", *map(str, range(1, prefix))]
@@ -49,10 +54,10 @@ def test_a_command_without_a_number_stays_behind_the_prefix_it_found(kinds: list
     for index, kind in enumerate(kinds):
         if kind == "plain":
             bounds[f"plain{index}"] = queue.contiguous
-            queue.accept(future(f"plain{index}"), None, b"")
+            accept(queue, future(f"plain{index}"), None, b"")
         else:
             number = numbers.pop()
-            queue.accept(future(str(number)), number, b"")
+            accept(queue, future(str(number)), number, b"")
     order = names(queue)[1:]
     for plain, bound in bounds.items():
         before = [name for name in order[: order.index(plain)] if not name.startswith("plain")]
@@ -63,7 +68,7 @@ def test_a_retry_is_known_and_another_content_is_not() -> None:
     queue = new_queue()
     first = future("one")
     assert queue.known(1, b"print") is None
-    queue.accept(first, 1, b"print")
+    accept(queue, first, 1, b"print")
     assert queue.known(1, b"print") == first.request_id
     with pytest.raises(SequenceConflict):
         queue.known(1, b"other")
@@ -76,7 +81,7 @@ def test_recent_numbers_are_remembered_and_old_ones_refused() -> None:
     queue = new_queue()
     last = REMEMBERED + 10
     for number in range(1, last + 1):
-        queue.accept(future("x"), number, b"print")
+        accept(queue, future("x"), number, b"print")
         queue.ready.clear()
         queue.model.pending = 0
     assert queue.known(last, b"print") is not None
@@ -89,10 +94,10 @@ def test_recent_numbers_are_remembered_and_old_ones_refused() -> None:
 def test_what_still_waits_is_remembered_however_much_it_is() -> None:
     queue = new_queue()
     for number in range(2, 2 * REMEMBERED):
-        queue.accept(future("x"), number, b"print")
+        accept(queue, future("x"), number, b"print")
     assert queue.known(2, b"print") is not None
     assert names(queue) == ["create"]
-    queue.accept(future("x"), 1, b"print")
+    accept(queue, future("x"), 1, b"print")
     assert queue.contiguous == 2 * REMEMBERED - 1
     assert queue.known(2, b"print") is not None
 

@@ -110,7 +110,7 @@ async def test_a_retry_gets_the_same_future_and_runs_once(tmp_path: Path) -> Non
             sent.append(gateway.scheduler.submit("alice", model, seq, request))
             assert {future.request_id for future in sent} == {sent[0].request_id}
         assert {future.request_id for future in made} == {made[0].request_id}
-        told = [type(command) for command in cell.commands]
+        told = [type(command) for command in cell.commands if getattr(command, "kind", "") != "recovery"]
         assert told == [CreateModel, ForwardBackward, OptimStep, SaveState, LoadState]
         assert gateway.scheduler.model("alice", model).step == 1
 

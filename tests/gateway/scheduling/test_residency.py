@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,18 @@ from gateway.scheduling.errors import (
     UnknownModel,
 )
 from gateway.scheduling.requests import UnloadRequest
+from tests.fakes.fake_model import FakeModel
 from tests.gateway.scheduling.rig import (
     create,
     failed,
     forward_backward,
+    optim_step,
     reached,
+    rig,
     rig_with_cell,
     save,
     succeeded,
+    until,
 )
 from trainer_cell.protocol.commands import (
     ForwardBackward,
@@ -40,35 +45,63 @@ async def test_an_unloaded_model_gives_its_slot_and_takes_no_commands(tmp_path: 
         assert cell.slots.models == {}
 
 
-async def test_a_slot_is_taken_only_from_models_whose_session_is_over(tmp_path: Path) -> None:
-    async with rig_with_cell(tmp_path, slots=2) as (gateway, cell):
-        scheduler = gateway.scheduler
+async def test_more_models_than_slots_are_as_good_as_a_slot_for_each(tmp_path: Path) -> None:
+    alone: dict[int, FakeModel] = {}
+    for slots in (64, 2):
+        async with rig_with_cell(tmp_path / str(slots), slots=slots) as (gateway, cell):
+            models = [await gateway.model(seed=seed) for seed in range(6)]
+            # Each loses its slot with a gradient that is not consumed yet.
+            for step in range(3):
+                for model in models:
+                    for future in gateway.submit(model, forward_backward(step, 1), first=3 * step + 1):
+                        await succeeded(future)
+                for seed, model in enumerate(models):
+                    parts = gateway.submit(model, forward_backward(seed), optim_step(), first=3 * step + 2)
+                    for future in parts:
+                        await succeeded(future)
+            for seed, model in enumerate(models):
+                await succeeded(gateway.scheduler.submit("alice", model, 10, save()))
+                assert len(cell.slots.models) <= slots
+                state = replace(cell.slots.models[model], turn=0)
+                assert alone.setdefault(seed, state) == state
+            assert (cell.count(FreeModel) > 10) == (slots == 2)
+
+
+async def test_a_finished_session_gives_its_slots_away_and_its_client_may_come_back(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
         session = gateway.session()
-        first = scheduler.submit_create("alice", session, 0, create())
-        second = scheduler.submit_create("alice", gateway.session(), 0, create())
-        await succeeded(second)
-        assert await failed(scheduler.submit_create("bob", gateway.session("bob"), 0, create())) == "no_free_slot"
-        await succeeded(scheduler.submit("alice", first.model_id, 1, save()))
-        scheduler.sessions.finish("alice", session, "success")
-        assert cell.count(FreeModel) == 0
-        await succeeded(scheduler.submit_create("bob", gateway.session("bob"), 0, create()))
-        assert first.model_id not in cell.slots.models
-        assert second.model_id in cell.slots.models
-        assert scheduler.model("alice", first.model_id).state == "lost"
-        assert await failed(scheduler.submit("alice", first.model_id, 2, forward_backward())) == "model_lost"
+        made = gateway.scheduler.submit_create("alice", session, 0, create())
+        model = made.model_id
+        for future in gateway.submit(model, forward_backward(), optim_step(), forward_backward(9)):
+            await succeeded(future)
+        before = replace(cell.slots.models[model])
+        await gateway.scheduler.finish_session("alice", session, "success", None)
+        await until(lambda: not cell.slots.models)
+        gateway.scheduler.sessions.beat("alice", session)
+        await succeeded(gateway.scheduler.submit("alice", model, 4, save()))
+        assert cell.slots.models[model] == before
 
 
-async def test_a_model_with_waiting_commands_keeps_its_slot(tmp_path: Path) -> None:
+async def test_a_silent_session_is_parked_as_well(tmp_path: Path) -> None:
+    async with rig(tmp_path, session_silence_s=0.2) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            await until(lambda: not cell.slots.models)
+            await succeeded(gateway.scheduler.submit("alice", model, 1, forward_backward()))
+
+
+async def test_what_waits_runs_before_its_model_is_parked(tmp_path: Path) -> None:
     async with rig_with_cell(tmp_path, slots=1) as (gateway, cell):
         session = gateway.session()
         made = gateway.scheduler.submit_create("alice", session, 0, create())
         await succeeded(made)
         hold = cell.hold_next(ForwardBackward)
         queued = gateway.submit(made.model_id, *[forward_backward(*range(500))] * 5)
-        gateway.scheduler.sessions.finish("alice", session, "success")
+        await gateway.scheduler.finish_session("alice", session, "success", None)
         await reached(hold)
         other = gateway.scheduler.submit_create("bob", gateway.session("bob"), 0, create())
         hold.release()
-        assert await failed(other) == "no_free_slot"
+        await succeeded(other)
         for future in queued:
             await succeeded(future)
+        assert cell.count(ForwardBackward) >= 5

@@ -140,7 +140,7 @@ async def test_a_tenant_with_a_hundred_commands_does_not_starve_another(tmp_path
         hold = cell.hold_next(ForwardBackward)
         hundred = [gateway.scheduler.submit("alice", busy, seq, forward_backward(*range(500))) for seq in range(1, 101)]
         await reached(hold)
-        one = gateway.scheduler.submit("bob", quiet, 1, forward_backward())
+        one = await gateway.scheduler.submit("bob", quiet, 1, forward_backward()).accepted()
         hold.release()
         await succeeded(one)
         ran = sum(future.is_done for future in hundred)
@@ -155,6 +155,7 @@ async def test_models_of_one_tenant_take_turns(tmp_path: Path) -> None:
         for model in models:
             futures = [gateway.scheduler.submit("alice", model, seq, forward_backward()) for seq in range(1, 6)]
         await reached(hold)
+        await futures[-1].accepted()
         hold.release()
         await succeeded(futures[-1])
         ran = [command.model_id for command in cell.commands if isinstance(command, ForwardBackward)]

@@ -46,14 +46,12 @@ def test_sessions_are_listed_newest_first_for_their_tenant() -> None:
     assert book.list("alice") == [second, first]
 
 
-def test_a_session_is_over_when_finished_or_long_silent() -> None:
+def test_a_session_that_beats_is_silent_when_it_has_long_not_beaten() -> None:
     clock = Clock()
     book = SessionBook(now=clock)
-    beating, silent, finished = book.open("alice"), book.open("alice"), book.open("alice")
-    plain = book.open("alice", beats=False)
-    book.finish("alice", finished.session_id, "success")
+    beating, silent = book.open("alice"), book.open("alice")
+    book.open("alice", beats=False)
     for _ in range(30):
         clock.now += 10
         book.beat("alice", beating.session_id)
-    over = [book.is_over(one.session_id, 120) for one in (beating, silent, finished, plain)]
-    assert over == [False, True, True, False]
+    assert book.silent(120) == [silent]

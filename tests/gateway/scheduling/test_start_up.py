@@ -12,7 +12,6 @@ from gateway.scheduling.start_up import StartUpFailed, first_model_made, submit_
 from tests.fakes.fake_cell import BASE
 from tests.gateway.scheduling.rig import (
     Rig,
-    create_from,
     forward_backward,
     optim_step,
     path_of,
@@ -103,18 +102,16 @@ async def test_a_checkpoint_that_is_not_there_or_anothers_starts_nothing(tmp_pat
                 await submit_first_model(gateway.scheduler, tenant, asked)
 
 
-async def test_a_cell_that_is_lost_takes_the_model_like_any_other(tmp_path: Path) -> None:
+async def test_a_cell_that_is_lost_costs_the_model_nothing(tmp_path: Path) -> None:
     path = await saved(tmp_path)
     async with rig(tmp_path) as gateway:
         made = await start(gateway, path)
         with gateway.cell() as cell:
             await within(made)
             await lose(gateway, cell)
-        assert gateway.scheduler.model("alice", MODEL).state == "lost"
         with gateway.cell():
-            await succeeded(gateway.scheduler.submit_create("alice", gateway.session(), 0, create_from(path)))
+            await succeeded(gateway.scheduler.submit("alice", MODEL, 1, forward_backward()))
             assert gateway.scheduler.is_ready
-            assert gateway.scheduler.model("alice", MODEL).state == "lost"
 
 
 async def test_the_wait_ends_when_the_gateway_goes_down(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from tests.service.forgery import forge
 from tests.trainer_cell import odd_base
 from tests.trainer_cell.checkpoint.test_resharding import DATA
-from tests.trainer_cell.client import Client
+from tests.trainer_cell.client import Client, new_id
 from tests.trainer_cell.running_cell import RunningCell, running_cell
 from trainer_cell.protocol.commands import AdapterSpec, FreeModel
 from trainer_cell.protocol.errors import ErrorKind
@@ -84,7 +84,7 @@ class Attacked:
         assert self.model.save(self.root, "after").same_as(self.before)
         assert self.model.train(DATA[2]).logprobs == self.twin.train(DATA[2]).logprobs
         assert self.model.save(self.root, "next").same_as(self.twin.save(self.root, "next"))
-        assert not self.cell.do(FreeModel("free", "absent:train:0"), ModelFreed).was_resident
+        assert not self.cell.do(FreeModel(new_id(), "absent:train:0"), ModelFreed).was_resident
         loaded = self.model.load(str(self.directory_of(self.address).relative_to(self.root)))
         assert (loaded.step, loaded.optimizer_restored) == (1, True)
 

@@ -26,19 +26,24 @@ LAYOUT = o.Layout(world=2, tensor=1, pipeline=1, data=2)
 
 COMMANDS: list[c.Command] = [
     c.CreateModel("1", "s:train:0", ADAPTER, 7, SCHEDULE),
-    c.FreeModel("1", "s:train:0"),
+    c.FreeModel("1", "s:train:0", turn=7, deadline_s=60.0),
     c.ForwardBackward("1", "s:train:0", (DATUM,), "cross_entropy", {"x": 1.5, "y": "z"}, False),
     c.OptimStep("1", "s:train:0", ADAM, ("learning_rate", "weight_decay")),
     c.DiscardGradients("1", "s:train:0"),
     c.SaveState("1", "s:train:0", "n", "weights", False, True, "t", "2026-01-01T00:00:00Z", None, {"k": "v"}),
     c.LoadState("1", "s:train:0", "s~train~0/.versions/weights.n.0", ADAPTER, True),
     c.ForgetModels("1", ("s:train:0",)),
+    c.Acknowledge(("1", "2")),
     c.Tick(),
     c.Stop(),
 ]
 
 SAID: list[o.Said] = [
-    o.Hello(1, "e", LAYOUT, BASE, "fp32", True, False, False, 64, 128, (o.ResidentModel("m", ADAPTER, 1, 2),)),
+    o.Hello(
+        *(1, "e", LAYOUT, BASE, "fp32", True, False, False, 64, 128, (o.ResidentModel("m", ADAPTER, 1, 2, 3),)),
+        outcomes=(o.OptimStepDone("1", 3, 4, {}), o.Failed("2", ErrorKind.NO_GRADIENTS, "none")),
+        publishing=("3",),
+    ),
     o.Progress("1", "writing", 5, 10),
     o.ModelCreated("1", 40448),
     o.ModelFreed("1", True),

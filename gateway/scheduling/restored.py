@@ -1,0 +1,133 @@
+"""What the journal holds, as the books of a gateway that starts: nothing that was accepted or answered is missing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Literal
+
+from gateway.scheduling.effects import note_change
+from gateway.scheduling.futures import Future, FutureBook
+from gateway.scheduling.history import History, Snapshot
+from gateway.scheduling.identity import command_id_of
+from gateway.scheduling.journal_rows import future_of, model_of, outcome_of, session_of
+from gateway.scheduling.model_queue import KeyBook, ModelQueue
+from gateway.scheduling.recovery_snapshots import newest_snapshot
+from gateway.scheduling.sessions import Session, SessionBook
+from gateway.scheduling.visits import PLAIN_REST
+from gateway.store.records import CommandRecord, ModelRecord, Stored
+from trainer_cell.protocol.errors import CommandFailed
+from trainer_cell.vault.errors import VaultError
+from trainer_cell.vault.layout import Vault
+
+log = logging.getLogger(__name__)
+
+
+class Restored:
+    """Fills the books it is given; blocks for the disk. Checkpoint versions that a model may still need are leased, so
+    it comes before anything is recovered or collected.
+
+    queues: in the order in which their models were made. plain_sessions: by tenant.
+    """
+
+    def __init__(self, stored: Stored, vault: Vault, sessions: SessionBook, futures: FutureBook, keys: KeyBook) -> None:
+        self.queues: list[ModelQueue] = []
+        self.plain_sessions: dict[str, Session] = {}
+        self._vault = vault
+        self._sessions = sessions
+        self._futures = futures
+        self._keys = keys
+        self._by_id: dict[str, Session] = {}
+        self._commands: dict[str, list[CommandRecord]] = defaultdict(list)
+        futures.go_on_from(stored.next_moment)
+        for record in stored.sessions:
+            self._open(session_of(record, time.monotonic()))
+        for command in stored.commands:
+            self._commands[command.model_id].append(command)
+        for model in sorted(stored.models, key=lambda model: model.number):
+            self.queues.append(self._restore(model))
+
+    def waiting(self, queue: ModelQueue) -> list[Future]:
+        """The model's futures without an answer."""
+        found = (self._futures.find(record.request_id) for record in self._commands[queue.model.model_id])
+        return [future for future in found if future is not None and not future.is_done]
+
+    def _open(self, session: Session) -> None:
+        self._sessions.remember(session)
+        self._by_id[session.session_id] = session
+        if session.display_name == PLAIN_REST and not session.beats:
+            self.plain_sessions[session.tenant] = session
+
+    def _restore(self, record: ModelRecord) -> ModelQueue:
+        queue = ModelQueue(model_of(record))
+        if (session := self._by_id.get(record.session_id)) is not None:
+            session.model_ids.append(record.model_id)
+        queue.contiguous = record.floor
+        queue.history = History(self._snapshot(queue, record))
+        records = self._commands[record.model_id]
+        futures = [future_of(command) for command in records]
+        for command, future in zip(records, futures, strict=True):
+            if command.finished is None or future.is_done:
+                self._futures.remember(future)  # else its answer was kept for long enough
+        for command in records:
+            if command.seq_id is not None:
+                queue.remember(command.request_id, command.seq_id, command.fingerprint)
+            if command.key is not None and command.key_digest is not None:
+                self._keys.accept(command.tenant, command.key, command.request_id, command.key_digest)
+        self._replay(queue, list(zip(records, futures, strict=True)), record)
+        for command, future in zip(records, futures, strict=True):
+            self._place(queue, command, future)
+        return queue
+
+    def _snapshot(self, queue: ModelQueue, record: ModelRecord) -> Snapshot | None:
+        noted = None if record.snapshot is None else Snapshot(record.snapshot, record.snapshot_turn)
+        if queue.model.is_over:
+            return None
+        try:
+            return newest_snapshot(self._vault, record.model_id, noted)
+        except VaultError as error:
+            log.error("the snapshot of %s cannot be held: %s", record.model_id, error)
+            return noted
+
+    def _replay(self, queue: ModelQueue, rows: list[tuple[CommandRecord, Future]], record: ModelRecord) -> None:
+        """What was done since the snapshot, in the order in which it was done."""
+        done = [(future.turn, command, future) for command, future in rows if future.turn is not None]
+        done.sort(key=lambda row: row[0])
+        queue.turn = max([record.floor_turn, record.snapshot_turn, *(turn for turn, _, _ in done)])
+        start = queue.history.snapshot.turn if queue.history.snapshot is not None else -1
+        for turn, command, future in done:
+            if command.finished is None:
+                queue.unsettled = future
+            elif turn > start and not queue.model.is_over:
+                self._do(queue, future)
+
+    def _do(self, queue: ModelQueue, future: Future) -> None:
+        answer = future.error or future.outcome
+        if answer is None:
+            log.error("the answer of %s has changed on the disk", future.request_id)
+            queue.history.is_broken = True
+            return
+        if future.version is not None:
+            future.lease = self._vault.lease(future.version)
+        note_change(queue, future, answer)
+
+    def _place(self, queue: ModelQueue, command: CommandRecord, future: Future) -> None:
+        is_waiting = command.finished is None and future.turn is None
+        if command.finished is None:
+            queue.model.pending += 1
+        if command.seq_id is not None or is_waiting:
+            queue.place(future, command.seq_id)
+        if not is_waiting:
+            queue.take(future)
+
+
+def outcomes_of(stored: Stored) -> Callable[[str], Literal["succeeded", "failed"] | None]:
+    """What the journal says became of a command, by its id."""
+    told: dict[str, Literal["succeeded", "failed"]] = {}
+    for command in stored.commands:
+        if command.outcome is not None and command.operation == "save":
+            is_failed = isinstance(outcome_of(command.outcome), CommandFailed)
+            told[command_id_of(command.request_id)] = "failed" if is_failed else "succeeded"
+    return told.get
