@@ -78,7 +78,7 @@ def plan_of(
     gateway += ["--max-body-mb", str(settings.max_body_mb), "--stop-grace-s", str(settings.stop_grace_s / 2)]
     gateway += ["--replaced-grace-s", str(settings.replaced_grace_s), "--sweep-interval-s"]
     gateway += [str(settings.sweep_interval_s), "--listen-fd", str(listener.fileno())]
-    for name in ("keep_last", "keep_every", "tenant_quota_gb"):
+    for name in ("snapshot_steps", "snapshot_s", "idle_model_days", "keep_last", "keep_every", "tenant_quota_gb"):
         if (value := getattr(settings, name)) is not None:
             gateway += [f"--{name.replace('_', '-')}", str(value)]
     if settings.import_dir:

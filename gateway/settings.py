@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_serializer, field_validator
 from pydantic_settings import BaseSettings, CliSuppress, CliToggleFlag, NoDecode, SettingsConfigDict
 
+from gateway.scheduling.snapshot_rules import SnapshotRules
 from trainer_cell.vault.retention import Rules
 
 _KEY = re.compile(r"tml-[A-Za-z0-9._~+/-]+")
@@ -115,6 +116,11 @@ class GatewaySettings(RetentionSettings):
     tenant_quota_gb: float | None = Field(
         None, gt=0, description="most bytes of checkpoints a tenant may have on disk, in 10^9; default: no limit"
     )
+    snapshot_steps: int = Field(20, ge=1, description="a recovery snapshot of a model at least every so many steps")
+    snapshot_s: float = Field(300.0, gt=0, description="and so many seconds after its first step since the last one")
+    idle_model_days: float = Field(
+        30.0, gt=0, description="a model that nobody used for so long is unloaded; its checkpoints stay"
+    )
     sweep_interval_s: float = Field(60.0, gt=0, description="between two collections of what need not stay, in seconds")
     stop_grace_s: float = Field(30.0, gt=0, description="longest orderly stop, in seconds; what is left is killed")
 
@@ -138,6 +144,10 @@ class GatewaySettings(RetentionSettings):
     @field_serializer("api_key")
     def _mask(self, pairs: tuple[SecretStr, ...]) -> list[str]:
         return [f"tml-********={split_api_key(pair.get_secret_value())[1]}" for pair in pairs]
+
+    @property
+    def snapshot_rules(self) -> SnapshotRules:
+        return SnapshotRules(steps=self.snapshot_steps, seconds=self.snapshot_s)
 
     @property
     def tenant_quota_bytes(self) -> int | None:
@@ -174,7 +184,7 @@ class ServeSettings(GatewaySettings):
     save_memory_mb: int = Field(2048, ge=1, description="most memory of each rank for those copies, in MiB")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
     lora_adapter_path: str | None = Field(
-        None, min_length=1, description="checkpoint to start with as model startup:train:0: a directory or an address"
+        None, min_length=1, description="checkpoint to make a model of at the start: a directory or an address"
     )
     load: Directory | None = Field(
         None, description="Megatron checkpoint directory whose newest iteration has the base model's weights"

@@ -1,7 +1,8 @@
 """Keeps a gateway and a trainer cell running on this host, and leaves nothing behind.
 
 Either is started again, with growing pauses, when it ends; only this process's end ends both. One that ends three
-times in a row before it ever was ready will not get better by itself, and ends the service with its last words.
+times in a row before it ever was ready will not get better by itself, and ends the service with its last words; one
+that was ready before is given ten tries. What the service has accepted is in its journal all the same.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gateway.orphans import adopt_orphans, kill_orphans
 from gateway.state_directory import StateDirectory
 
 _HOPELESS = 3
+_HOPELESS_LATER = 10
 _LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.1
 
@@ -147,7 +149,7 @@ class Supervisor:
                 ready.result()
                 num_failed, was_ever_ready = 0, True
             num_failed += 1
-            if num_failed >= _HOPELESS and not was_ever_ready:
+            if num_failed >= (_HOPELESS_LATER if was_ever_ready else _HOPELESS):
                 last_words = child.last_words or "(it said nothing)"
                 raise GivenUp(
                     f"the {name} ended {num_failed} times before it was ready ({_said(status)}):\n{last_words}"

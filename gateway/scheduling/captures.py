@@ -21,12 +21,11 @@ from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
 from gateway.scheduling.recovery_snapshots import SNAPSHOT_NAME, TURN, forget_snapshots
 from gateway.scheduling.requests import SaveRequest
-from gateway.scheduling.settlement import settle_forgotten
 from gateway.scheduling.turn_taking import TurnTaking
 from gateway.store.journal import Journal
 from trainer_cell.protocol.commands import SaveState
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
-from trainer_cell.protocol.outcomes import Hello, Progress, StateSaved, Success
+from trainer_cell.protocol.outcomes import Progress, StateSaved, Success
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +51,9 @@ class Captures:
         self._tried_alone: set[str] = set()
         self._forgetting: set[asyncio.Task[None]] = set()
 
-    async def save(self, queue: ModelQueue, future: Future, hello: Hello) -> StateSaved | CommandFailed | None:
+    async def save(self, queue: ModelQueue, future: Future) -> CommandFailed | None:
         """None when the save goes on behind the ranks' back, or is to be tried again. Raises `CellLost`."""
         assert isinstance(future.request, SaveRequest)
-        if future.may_have_run and not self._link.is_awaited(command_id_of(future.request_id)):
-            # Of a cell that was lost between, or for a gateway that was: its own version must not be in its way.
-            saved = await settle_forgotten(self._catalog.vault, future, hello.epoch)
-            if saved is not None:
-                return saved
-        future.may_have_run = True
         try:
             publishing = await self._dispatcher.capture(future, future.request)
         except CommandFailed as failure:
@@ -154,7 +147,7 @@ class Captures:
         try:
             answer = await publishing.outcome()
         except CommandFailed as failure:
-            answer = failure
+            answer = await self._dispatcher.settled(future, failure)
         except CellLost:
             log.warning("the cell was lost while it published %s: the save is made again", future.request_id)
         held = self._publications.end(queue.model.model_id)
@@ -173,6 +166,7 @@ class Captures:
             await self._note_snapshot(queue, saved, turn)
         except CommandFailed as failure:
             log.warning("no snapshot of %s: %s", queue.model.model_id, failure.message)
+            queue.history.note_no_snapshot()
         except CellLost:
             log.warning("the cell was lost while it published a snapshot of %s", queue.model.model_id)
         finally:

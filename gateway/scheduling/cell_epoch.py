@@ -111,7 +111,9 @@ class CellEpoch:
         if queue is not None:
             self._take_captured(queue, captured)
         if future is None or queue is None or not queue.is_expected(future):
-            self._link.acknowledge(outcome.command_id)
+            if future is None or future.is_done:
+                self._link.acknowledge(outcome.command_id)
+            # Else it was heard, and is acknowledged when it is in the journal.
             return
         queue.take(future)
         answer = outcome.as_error() if isinstance(outcome, Failed) else outcome

@@ -158,10 +158,6 @@ class CellLink:
         """A save that the attached cell was publishing when it said hello."""
         return self._unadopted.pop(command_id)
 
-    def is_awaited(self, command_id: str) -> bool:
-        """Whether its outcome is still to come from the attached cell."""
-        return command_id in self._flights
-
     def leave_unadopted(self) -> None:
         """Nobody asks for the other saves the cell was publishing: their outcomes are acknowledged when they come."""
         for command_id, flight in self._unadopted.items():

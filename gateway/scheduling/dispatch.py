@@ -28,7 +28,7 @@ from gateway.scheduling.requests import (
 )
 from gateway.scheduling.residency import Residency
 from gateway.scheduling.saving import OpenSave
-from gateway.scheduling.settlement import settle_save
+from gateway.scheduling.settlement import settle_forgotten, settle_save
 from gateway.store.journal import Journal
 from trainer_cell.protocol.commands import (
     AdapterSpec,
@@ -45,6 +45,7 @@ from trainer_cell.protocol.outcomes import (
     Hello,
     ModelFreed,
     StateLoaded,
+    StateSaved,
     Success,
 )
 
@@ -209,6 +210,17 @@ class Dispatcher:
             saves.close(save)
             raise
         return Publishing(self._catalog, future, hello.epoch, flight, save)
+
+    async def settled(self, future: Future, failure: CommandFailed) -> Success | CommandFailed:
+        """The failure of a save; but its success, where the name is taken by what an earlier attempt of it made."""
+        if failure.kind is not ErrorKind.CHECKPOINT_EXISTS:
+            return failure
+        return await self.made_before(future) or failure
+
+    async def made_before(self, future: Future) -> StateSaved | None:
+        """What an earlier attempt of a save made, if it was lost before it was heard of."""
+        hello = self._link.hello
+        return None if hello is None else await settle_forgotten(self._catalog.vault, future, hello.epoch)
 
     def adopted(self, future: Future, flight: Flight, epoch: str) -> Publishing:
         """A save that was captured for a gateway that is no more."""

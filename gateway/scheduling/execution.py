@@ -66,7 +66,9 @@ class Execution:
         await self._note_attempt(future)
         try:
             if isinstance(future.request, SaveRequest):
-                return await self.captures.save(queue, future, hello)
+                if future.attempts > 1 and (saved := await self.dispatcher.made_before(future)) is not None:
+                    return saved
+                return await self.captures.save(queue, future)
             return await self.dispatcher.run(queue, future, hello)
         except CommandFailed as failure:
             return failure

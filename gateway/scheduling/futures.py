@@ -36,7 +36,6 @@ class Future:
     payload_bytes: of the arrays in the request, as they came.
     accepted_moment / told_moment: counters that order acceptance and telling among all futures.
     attempts: how often it was sent to a cell that was lost before it answered, the present time included.
-    may_have_run: a cell was sent it, or may have been by a gateway before this.
     turn: its place in what its model has done, None until it is taken from the queue for good.
     version / lease: of a load, the checkpoint version it found, relative to the root, and what keeps it there.
     """
@@ -64,7 +63,6 @@ class Future:
         self.accepted_moment = moment
         self.told_moment: int | None = None
         self.attempts = 0
-        self.may_have_run = False
         self.turn: int | None = None
         self.version: str | None = None
         self.lease: Lock | None = None

@@ -10,6 +10,9 @@ from typing import Literal
 from gateway.scheduling.requests import Request
 from trainer_cell.vault.locks import Lock
 
+# After a snapshot that failed, of a full disk for example.
+RETRY_S = 30.0
+
 What = Literal["create", "load", "forward_backward", "optim_step", "discard"]
 
 
@@ -50,6 +53,7 @@ class History:
     """snapshot: the last durable one, None before the first. changes: after it, in order of turn.
 
     dirty_since_s: monotonic time of the first change of the weights that it lacks; None when it lacks none.
+    next_try_s: monotonic time before which no snapshot is tried.
     is_broken: what was done since the snapshot is not known in full, so that the model cannot be brought back.
     """
 
@@ -58,6 +62,7 @@ class History:
         self.changes: list[Change] = []
         self.dirty_since_s: float | None = None
         self.is_broken = False
+        self.next_try_s = 0.0
 
     @property
     def last_turn(self) -> int:
@@ -78,6 +83,11 @@ class History:
     def is_dirty(self) -> bool:
         """Whether a snapshot taken now would hold more than the last one."""
         return self.weights_turn > (self.snapshot.turn if self.snapshot is not None else -1)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether some is accumulated, which no snapshot holds."""
+        return bool(self.changes) and self.changes[-1].what == "forward_backward"
 
     @property
     def payload_bytes(self) -> int:
@@ -103,6 +113,10 @@ class History:
         self._release([self.snapshot.lease] if self.snapshot is not None else [])
         self.snapshot = snapshot
         self.dirty_since_s = time.monotonic() if self.is_dirty else None
+
+    def note_no_snapshot(self) -> None:
+        """One failed: another is not tried at once."""
+        self.next_try_s = time.monotonic() + RETRY_S
 
     def end(self) -> None:
         """The model is over."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 from collections.abc import Callable
 
 from gateway.scheduling.acceptance import Acceptance
-from gateway.scheduling.admission import adapter_of, fingerprinted
+from gateway.scheduling.admission import fingerprinted
 from gateway.scheduling.backlog import Backlog
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
@@ -21,13 +20,20 @@ from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.identity import model_id_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.models import Model
-from gateway.scheduling.requests import CreateFromCheckpointRequest, CreateRequest, RejectedRequest, Request
+from gateway.scheduling.new_models import model_to_be
+from gateway.scheduling.requests import (
+    CreateFromCheckpointRequest,
+    CreateRequest,
+    RejectedRequest,
+    Request,
+    UnloadRequest,
+)
 from gateway.scheduling.restored import Restored
 from gateway.scheduling.sessions import FinishReason, Session, SessionBook
 from gateway.scheduling.snapshot_rules import SnapshotRules
 from gateway.scheduling.steady_clock import steady_time
 from gateway.scheduling.turns import Turns
-from gateway.scheduling.upkeep import Upkeep
+from gateway.scheduling.upkeep import Patience, Upkeep
 from gateway.scheduling.visits import Visits
 from gateway.store.journal import Journal
 from gateway.store.records import Stored
@@ -40,6 +46,7 @@ CreationRequest = CreateRequest | CreateFromCheckpointRequest | RejectedRequest
 SESSION_SILENCE_S = 3600.0
 # The SDK sends a request again for 300 s.
 GAP_PATIENCE_S = 360.0
+IDLE_MODEL_S = 30 * 86_400.0
 STOP_GRACE_S = 20.0
 
 
@@ -51,6 +58,7 @@ class Scheduler:
     warnings: by tenant, what its new sessions are told.
     session_silence_s: models of a session without a sign of life for so long are parked.
     gap_patience_s: how long, in time that the service was ready, a number may be missing that others wait for.
+    idle_model_s: a model that nobody has asked anything of for so long is unloaded.
     on_crash: called if the task that runs commands ends by a bug; the gateway is of no use after that.
     """
 
@@ -65,6 +73,7 @@ class Scheduler:
         rules: SnapshotRules | None = None,
         session_silence_s: float = SESSION_SILENCE_S,
         gap_patience_s: float = GAP_PATIENCE_S,
+        idle_model_s: float = IDLE_MODEL_S,
         on_crash: Callable[[], None] = lambda: None,
     ) -> None:
         self.sessions = sessions or SessionBook()
@@ -90,7 +99,13 @@ class Scheduler:
         )
         self._acceptance = Acceptance(journal, self.sessions, self.futures, self._queues, self._backlog, self._turns)
         self._upkeep = Upkeep(
-            self._queues, self._turns, self.sessions, journal, self._seal, session_silence_s, gap_patience_s
+            self._queues,
+            self._turns,
+            self.sessions,
+            journal,
+            self._seal,
+            self._retire,
+            Patience(session_silence_s, gap_patience_s, idle_model_s),
         )
         catalog.known_owner = self._owner
         self.futures.on_told = self._on_told
@@ -168,7 +183,7 @@ class Scheduler:
             assert known is not None, "every model has been created once"
             return self._again(known, queue, asked)
         self._backlog.check(tenant)
-        queue = self._queues[model_id] = ModelQueue(_new_model(session, model_id, asked))
+        queue = self._queues[model_id] = ModelQueue(model_to_be(session, model_id, asked))
         queue.model.number = self._num_models = self._num_models + 1
         session.model_ids.append(model_id)
         return self._acceptance.accept(queue, 0, asked, digest, key)
@@ -246,8 +261,14 @@ class Scheduler:
         future = self.futures.find(request_id)
         return future or self.futures.forgotten(request_id, queue.model.tenant, queue.model.model_id, request)
 
+    def _retire(self, model_id: str) -> None:
+        """Unload a model that nobody came back to."""
+        log.warning("nobody has used model %s for long: it is unloaded, its checkpoints stay", model_id)
+        asked, digest = fingerprinted(UnloadRequest())
+        self._acceptance.accept(self._queues[model_id], None, asked, digest, None)
+
     def _on_told(self, future: Future) -> None:
-        if future.told_moment is not None and future.model_id in self._queues:
+        if future.told_moment is not None:
             self.journal.note_told(future.request_id, future.told_moment, steady_time())
 
     def _refuse_if_stopping(self) -> None:
@@ -273,17 +294,3 @@ class Scheduler:
     def _owner(self, model_id: str) -> str | None:
         queue = self._queues.get(model_id)
         return queue.model.tenant if queue is not None else None
-
-
-def _new_model(session: Session, model_id: str, request: Request) -> Model:
-    model = Model(model_id, session.session_id, session.tenant, None, None, None, {})
-    match request:
-        case CreateRequest():
-            model.base_model = request.base_model
-            model.adapter = adapter_of(request)
-            model.seed = request.seed if request.seed is not None else secrets.randbits(32)
-            model.lr_schedule = request.lr_schedule
-            model.user_metadata = request.user_metadata
-        case CreateFromCheckpointRequest():
-            model.user_metadata = request.user_metadata
-    return model

@@ -35,7 +35,6 @@ def _settle(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
         log.error("cell epoch %s has hung up and lives on", epoch)
     except VaultError as error:
         log.error("save %s of the lost cell cannot be settled: %s", future.request_id, error)
-        return None
     return _look_in_peace(vault, future, epoch)
 
 

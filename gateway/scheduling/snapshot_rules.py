@@ -22,7 +22,7 @@ class SnapshotRules:
 
     def is_due(self, history: History, now_s: float) -> bool:
         """Right after a command; now_s: monotonic. Only when a snapshot would spare everything there is to do again."""
-        if not history.changes or history.weights_turn != history.last_turn:
+        if not history.changes or history.weights_turn != history.last_turn or now_s < history.next_try_s:
             return False
         changes = history.changes
         if changes[-1].what == "load" or history.payload_bytes >= self.payload_bytes:

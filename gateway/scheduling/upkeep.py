@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from gateway.scheduling.futures import TOLD_GRACE_S, UNTOLD_GRACE_S
 from gateway.scheduling.model_queue import REMEMBERED, ModelQueue
@@ -21,10 +22,18 @@ _ROUND_S = 1.0
 _PRUNE_S = 60.0
 
 
+@dataclass(frozen=True)
+class Patience:
+    """silence_s: with sessions, until their models are parked. gap_s: with a number that is missing, in time during
+    which the service was ready for it. idle_s: with a model that nobody uses, until it is unloaded."""
+
+    silence_s: float
+    gap_s: float
+    idle_s: float
+
+
 class Upkeep:
-    """seal: fails a number of a model that never came. gap_patience_s: how long a number may be missing, in time during
-    which the service was ready for it.
-    """
+    """seal: fails a number of a model that never came. retire: unloads a model."""
 
     def __init__(
         self,
@@ -33,16 +42,16 @@ class Upkeep:
         sessions: SessionBook,
         journal: Journal,
         seal: Callable[[str, int], object],
-        session_silence_s: float,
-        gap_patience_s: float,
+        retire: Callable[[str], None],
+        patience: Patience,
     ) -> None:
         self._queues = queues
         self._turns = turns
         self._sessions = sessions
         self._journal = journal
         self._seal = seal
-        self._silence_s = session_silence_s
-        self._gap_patience_s = gap_patience_s
+        self._retire = retire
+        self._patience = patience
         # By model: the number that is missing, and for how long it has been.
         self._gaps: dict[str, tuple[int, float]] = {}
         self._pruned_s = time.monotonic()
@@ -61,17 +70,19 @@ class Upkeep:
     async def _run(self) -> None:
         before_s = time.monotonic()
         while True:
-            await asyncio.sleep(min(_ROUND_S, self._gap_patience_s / 4))
+            await asyncio.sleep(min(_ROUND_S, self._patience.gap_s / 4))
             now_s = time.monotonic()
             if self._turns.is_ready:
-                self._seal_gaps(now_s - before_s)
+                # A process that was stopped was ready for nothing meanwhile.
+                self._seal_gaps(min(now_s - before_s, 2 * _ROUND_S))
             before_s = now_s
-            for session in self._sessions.silent(self._silence_s):
+            for session in self._sessions.silent(self._patience.silence_s):
                 for model_id in session.model_ids:
                     self._turns.park(model_id)
             if now_s - self._pruned_s >= _PRUNE_S:
                 self._pruned_s = now_s
                 self._prune()
+                self._retire_idle()
 
     def _seal_gaps(self, passed_s: float) -> None:
         gaps = {}
@@ -82,10 +93,17 @@ class Upkeep:
                 gaps[model_id] = (missing.start, waited_s)
         self._gaps = gaps
         for model_id, (_, waited_s) in gaps.items():
-            if waited_s >= self._gap_patience_s:
+            if waited_s >= self._patience.gap_s:
                 for seq_id in self._queues[model_id].missing:
                     if not self._queues[model_id].is_spent(seq_id):
                         self._seal(model_id, seq_id)
+
+    def _retire_idle(self) -> None:
+        oldest = steady_time() - self._patience.idle_s
+        for model_id, queue in self._queues.items():
+            model = queue.model
+            if queue.is_idle and not model.is_over and model.last_request_time.timestamp() < oldest:
+                self._retire(model_id)
 
     def _prune(self) -> None:
         now = steady_time()

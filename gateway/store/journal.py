@@ -113,10 +113,6 @@ class Journal:
         """Durable within about a second, and no later than any later write."""
         self._note(request_id, {"told_moment": moment, "told": told}, is_lazy=True)
 
-    def note_signs(self, signs: Mapping[str, float]) -> None:
-        """signs: of sessions by id, when each was last heard of. Durable as `note_told`."""
-        self._writer.put(partial(writes.note_signs, signs=dict(signs)), is_lazy=True)
-
     def complete(
         self,
         request_id: str,
@@ -135,6 +131,12 @@ class Journal:
             num_bytes=len(outcome),
         )
 
+    def answer(self, request_id: str, outcome: bytes, finished: float, on_durable: Callback) -> None:
+        """As `complete`, of a command that changes no model and has no turn among a model's."""
+        values = {"turn": -1, "finished": finished}
+        write = partial(writes.answer, request_id=request_id, values=values, outcome=outcome)
+        self._writer.put(write, on_durable, num_bytes=len(outcome))
+
     def note_snapshot(self, model_id: str, version: str, turn: int, on_durable: Callback) -> None:
         """Drops the payloads of the finished commands whose effect it holds."""
         self._writer.put(partial(writes.note_snapshot, model_id=model_id, version=version, turn=turn), on_durable)
@@ -142,6 +144,10 @@ class Journal:
     def drop_model(self, model_id: str, on_durable: Callback | None = None) -> None:
         """It was unloaded: it has no snapshot any more, and its commands no payloads."""
         self._writer.put(partial(writes.drop_model, model_id=model_id), on_durable)
+
+    def when_written(self, on_durable: Callback) -> None:
+        """Once all that was asked for so far is durable."""
+        self._writer.put(writes.nothing, on_durable)
 
     def prune(self, told_before: float, untold_before: float, remembered: int) -> None:
         """Forget what is neither needed nor asked for any more; see `forgetting.prune`."""

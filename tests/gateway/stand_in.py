@@ -57,7 +57,9 @@ def gateway(directory: Path, descriptor: str, *options: str) -> None:
 
 
 def cell(directory: Path, kind: str) -> None:
-    """With one rank, a process in a session of its own, as torchrun makes it."""
+    """With one rank, a process in a session of its own, as torchrun makes it; none where its device is gone."""
+    if (directory / "device_is_gone").exists():
+        broken(directory, "cell")
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     if kind != "strays":
         command = [sys.executable, die_with_parent.__file__, str(os.getpid()), *command]

@@ -177,6 +177,18 @@ def test_a_cell_that_never_gets_ready_ends_the_service_with_its_reason(service: 
     assert has_ended(gateway, 0.0)
 
 
+def test_a_cell_that_was_ready_once_and_cannot_start_any_more_is_not_started_for_ever(service: Service) -> None:
+    service.ready_url()
+    pid, _ = service.event("cell ")
+    (service.directory / "cell_is_ready").unlink()
+    (service.directory / "device_is_gone").touch()
+    os.kill(pid, signal.SIGKILL)
+    status, _, err = service.finish()
+    assert status == 1
+    assert "the cell ended 10 times before it was ready (exit status 3):\nthere is no such device" in err
+    assert err.count("cell | there is no such device") == 9
+
+
 @of_kind("broken_gateway")
 def test_a_gateway_that_never_answers_ends_the_service_with_its_reason(service: Service) -> None:
     status, out, err = service.finish()

@@ -53,6 +53,15 @@ def check_adam(params: AdamParams) -> None:
         value = getattr(params, field)
         if not 0 <= value < 1:
             raise CommandFailed(ErrorKind.BAD_COMMAND, f"{field} is {value}: it must be in [0, 1)")
+    # What a step multiplies by: the rate, corrected for the bias of the first moment, and the decay.
+    rate = params.learning_rate
+    for what, factor in (
+        ("over 1 - beta1", rate / (1 - params.beta1)),
+        ("by weight_decay", rate * params.weight_decay),
+    ):
+        if not factor <= _LARGEST_FLOAT32:
+            reason = f"learning_rate is {rate}: {what} it must fit a 32-bit float"
+            raise CommandFailed(ErrorKind.BAD_COMMAND, reason)
 
 
 class _Bad(Exception):

@@ -129,6 +129,7 @@ def test_inputs_the_loss_does_not_know_are_ignored() -> None:
         ("learning_rate", math.inf),
         ("learning_rate", -1e-4),
         ("learning_rate", 1e39),
+        ("learning_rate", 3e38),  # by itself it fits, what a step makes of it does not
         ("beta1", 1.0),
         ("beta1", -0.1),
         ("beta2", math.nan),

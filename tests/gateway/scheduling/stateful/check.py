@@ -54,7 +54,9 @@ def check(world: World, clients: Clients) -> None:
             of_model = rows.pop(client.model_id)
             for sent in client.all:
                 is_there = sent.request_id in of_model
-                assert is_there == (sent.state == "accepted"), f"{sent.state} {sent.request} is in the journal: {is_there}"
+                assert is_there == (sent.state == "accepted"), (
+                    f"{sent.state} {sent.request} is in the journal: {is_there}"
+                )
             reference = Reference(client, of_model, faulty, world.crashes >= CRASHES_TO_GIVE_UP)
             _check_disk(world, client, reference)
             if not reference.is_over:

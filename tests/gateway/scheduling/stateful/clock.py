@@ -65,5 +65,3 @@ class Clock:
             for module in _READ_BY:
                 patch.setattr(f"{module}.time", self)
             yield
-
-

@@ -270,5 +270,3 @@ class Programs(RuleBasedStateMachine):
         self.world.kill_cell()
         check.let_it_rest(self.world, self.clients)
         check.check(self.world, self.clients)
-
-

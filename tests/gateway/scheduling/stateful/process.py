@@ -113,5 +113,3 @@ class SteppedWriter(Writer):
         if self.disk.fails():
             return JournalUnavailable("the disk of the journal is full")
         return super()._transact(batch)  # type: ignore[arg-type]
-
-

@@ -26,7 +26,9 @@ class Connection:
     Stands for the writer of the gateway's end too.
     """
 
-    def __init__(self, clock: Clock, delay_s: Callable[[], float], cell: CellEnd, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, clock: Clock, delay_s: Callable[[], float], cell: CellEnd, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.reader = asyncio.StreamReader(limit=1 << 30, loop=loop)
         self._clock, self._delay_s, self._cell, self._loop = clock, delay_s, cell, loop
         self._written = b""
