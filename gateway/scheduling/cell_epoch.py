@@ -20,6 +20,7 @@ from gateway.scheduling.residency import Residency
 from gateway.scheduling.settlement import settle_forgotten
 from gateway.scheduling.turn_taking import TurnTaking
 from trainer_cell.protocol.commands import ForgetModels
+from trainer_cell.protocol.errors import ErrorKind
 from trainer_cell.protocol.outcomes import Failed, Hello, ModelCreated, Outcome, ResidentModel, StateLoaded, StateSaved
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
@@ -114,6 +115,9 @@ class CellEpoch:
             if future is None or future.is_done:
                 self._link.acknowledge(outcome.command_id)
             # Else it was heard, and is acknowledged when it is in the journal.
+            return
+        if isinstance(outcome, Failed) and outcome.kind is ErrorKind.SAVE_BUFFERS_FULL:
+            self._link.acknowledge(outcome.command_id)  # that was then
             return
         queue.take(future)
         answer = outcome.as_error() if isinstance(outcome, Failed) else outcome

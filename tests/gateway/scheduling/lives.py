@@ -103,7 +103,7 @@ class Lives:
         return self.gateway
 
     async def next(self, cell: FakeCell | None = None) -> Life:
-        """The gateway is killed and another started, which has taken on `cell`, if one is given, in whose life it is."""
+        """The gateway is killed and another started, which has taken on `cell`, if one is given."""
         await self.gateway.end()
         self._socket_path.unlink(missing_ok=True)
         gateway = await self.start()
@@ -123,5 +123,3 @@ async def lives(root: Path, **options: Any) -> AsyncIterator[Lives]:
         finally:
             await all_lives.gateway.scheduler.stop(grace_s=0)
             await all_lives.gateway.journal.close()
-
-

@@ -91,7 +91,8 @@ async def test_an_outcome_that_was_not_durable_yet_is_asked_of_the_cell_again(tm
             gateway.is_stuck = True
             hold.release()
             await until(lambda: cell.slots.models[model].step == 1)
-            assert not (done_first.is_done or step.is_done)
+            assert not done_first.is_done
+            assert not step.is_done
             gateway = await machine.next(cell)
             assert (await succeeded(gateway.again(step))).step == 1
             await succeeded(gateway.again(done_first))
