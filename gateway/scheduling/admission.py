@@ -156,8 +156,9 @@ def check_rank(rank: int, hello: Hello) -> None:
         raise CommandFailed(ErrorKind.BAD_COMMAND, f"rank must be between 1 and {hello.max_lora_rank}, not {rank}")
 
 
-def foreign_base(model: Model, hello: Hello | None) -> str | None:
-    """Why the model must wait, where its base weights are not those that the attached cell serves."""
+def other_base(model: Model, hello: Hello | None) -> str | None:
+    """Why the model cannot run on this cell, if its state is one over other base weights; it waits for a cell with its
+    own."""
     if hello is None or model.base_digest is None or model.base_digest == hello.base_model.digest:
         return None
     return f"its base model {model.base_model} is not the one that is served now"

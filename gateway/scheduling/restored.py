@@ -83,6 +83,10 @@ class Restored:
         self._replay(queue, list(zip(records, futures, strict=True)), record)
         for command, future in zip(records, futures, strict=True):
             self._place(queue, command, future)
+        for command, future in zip(records, futures, strict=True):
+            # Only now: what came before a lower number was placed together with that.
+            if not _is_waiting(command, future):
+                queue.take(future)
         return queue
 
     def _find_snapshot(self, queue: ModelQueue, record: ModelRecord) -> None:
@@ -129,15 +133,17 @@ class Restored:
         note_change(queue, future, answer)
 
     def _place(self, queue: ModelQueue, command: CommandRecord, future: Future) -> None:
-        is_waiting = command.finished is None and future.turn is None
         if command.finished is None:
             queue.model.pending += 1
         # A number below what was forgotten has its place behind it.
         is_next = command.seq_id is not None and command.seq_id > queue.contiguous
-        if is_next or (command.seq_id is None and is_waiting):
+        if is_next or (command.seq_id is None and _is_waiting(command, future)):
             queue.place(future, command.seq_id)
-        if not is_waiting:
-            queue.take(future)
+
+
+def _is_waiting(command: CommandRecord, future: Future) -> bool:
+    """Neither answered nor, as a captured save, taken already."""
+    return command.finished is None and future.turn is None
 
 
 def outcomes_of(stored: Stored) -> Callable[[str], Literal["succeeded", "failed"] | None]:

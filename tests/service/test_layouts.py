@@ -113,6 +113,7 @@ def test_a_layout_the_base_model_cannot_have_ends_the_service_at_once_with_the_r
     assert "cellgate ready" not in refused.stdout
 
 
+@pytest.mark.full
 def test_a_cell_started_apart_says_the_same_in_one_line(tmp_path: Path, smollm2_like: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "trainer_cell", "--base-model", str(smollm2_like), "--checkpoints", str(tmp_path / "checkpoints")]

@@ -23,7 +23,7 @@ def new_model(service: RunningService, seed: int = 7, rank: int = 8) -> tinker.T
     return service.client().create_lora_training_client(base_model="cellgate/tiny", rank=rank, seed=seed).result()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_after_sigkill_of_everything_a_model_takes_the_step_of_one_that_never_stopped(serve: Serve, ranks: int) -> None:
     service = serve(ranks=ranks)
     uninterrupted, live = new_model(service), new_model(service)
@@ -173,6 +173,7 @@ def test_resuming_again_and_again_counts_each_step_once(service: RunningService)
     assert steps == [2, 4, 6]
 
 
+@pytest.mark.full
 def test_the_optimizer_can_be_kept_out_of_loads_and_of_saves_by_the_operator(serve: Serve) -> None:
     service = serve()
     trained = new_model(service)

@@ -76,6 +76,7 @@ def test_a_copied_checkpoint_goes_on_as_the_first_tenants_model(
     assert service.stop() == 0
 
 
+@pytest.mark.full
 def test_without_an_optimizer_in_it_everything_else_is_restored_and_the_owner_is_warned(
     one_rank: RunningService, serve: Serve, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def serve_in_vain(state: Path, *options: str) -> tuple[int, str, list[str]]:
     return ended.returncode, ended.stdout, ended.stderr.splitlines()
 
 
+@pytest.mark.full
 def test_an_adapter_too_large_for_the_service_ends_it_with_the_reason_and_makes_no_fresh_one(
     one_rank: RunningService, tmp_path: Path
 ) -> None:
