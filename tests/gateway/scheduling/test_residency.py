@@ -16,7 +16,9 @@ from tests.gateway.scheduling.rig import (
     create,
     failed,
     forward_backward,
+    load,
     optim_step,
+    path_of,
     reached,
     rig,
     rig_with_cell,
@@ -134,3 +136,18 @@ async def test_a_model_that_never_steps_starves_no_other_of_its_tenant(tmp_path:
         await succeeded(one)
         assert not endless[-1].is_done
         await succeeded(endless[-1])
+
+
+@pytest.mark.xfail(strict=True, reason="a load of a lost model first brings the model back, which is what fails")
+async def test_a_load_gives_a_model_that_cannot_be_brought_back_another_state(tmp_path: Path) -> None:
+    async with rig(tmp_path) as gateway:
+        with gateway.cell():
+            model = await gateway.model()
+            for future in gateway.submit(model, forward_backward(), optim_step(), save()):
+                await succeeded(future)
+        gateway.scheduler._queues[model].history.is_broken = True
+        with gateway.cell():
+            assert await failed(gateway.scheduler.submit("alice", model, 4, forward_backward())) == "model_lost"
+            await succeeded(gateway.scheduler.submit("alice", model, 5, load(path_of(model))))
+        with gateway.cell():
+            await succeeded(gateway.scheduler.submit("alice", model, 6, forward_backward()))
