@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from tests.fakes.fake_cell import BASE
+from tests.fakes.fake_model import FakeModel
 from tests.fakes.fake_slots import FakeSlots
 from tests.fakes.fake_vault import save_model
 from tests.fakes.hold import Killed
@@ -44,7 +45,8 @@ class Gateways(Protocol):
 
 class SimulatedCell:
     """command_s / publish_s: how long the next command, the next publish takes. die_at: it is killed before so many
-    more calls to the disk. faults: so many forward_backwards to come fail by no fault of theirs; faulty: their ids."""
+    more calls to the disk. last_seen: models as they are, or were when they lost their slots. faults: so many
+    forward_backwards to come fail by no fault of theirs; faulty: their ids."""
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class SimulatedCell:
         self.faults = 0
         self.faulty: set[str] = set()
         self.executed: list[Command] = []
+        self.last_seen: dict[str, FakeModel] = {}
         self.is_alive = True
         self._clock, self._gateways = clock, gateways
         self._command_s, self._publish_s = command_s, publish_s
@@ -154,6 +157,7 @@ class SimulatedCell:
 
     def _execute(self, command: ModelCommand | ForgetModels) -> None:
         self.executed.append(command)
+        self.last_seen |= self.slots.models
         self._is_busy = False
         try:
             if isinstance(command, ForwardBackward) and self.faults:

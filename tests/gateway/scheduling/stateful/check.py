@@ -75,7 +75,9 @@ def _check_slot(world: World, clients: Clients, client: ClientsModel, reference:
     clients.send(probe)
     let_it_rest(world, clients)
     assert world.cell is not None
-    found, expected = world.cell.slots.models[client.model_id], reference.model
+    # It may have been parked since.
+    found = world.cell.slots.models.get(client.model_id) or world.cell.last_seen[client.model_id]
+    expected = reference.model
     assert expected is not None
     parts = ("weight", "momentum", "step", "iteration", "pending")
     told = [(getattr(found, part), getattr(expected, part)) for part in parts]

@@ -28,6 +28,8 @@ class ProcessDisk(Disk):
     def call(self, operation: str, path: Path, act: Callable[[], T]) -> T:
         # Closing frees locks: the kernel does that for the dead too.
         if operation != "close":
+            if self._is_over:
+                raise SystemExit
             self._work()
         result = super().call(operation, path, act)
         if operation in ("create", "open") and isinstance(result, int):
