@@ -79,10 +79,14 @@ class Life(Rig):
 
     async def made(self, seed: int = 7, session: str | None = None) -> str:
         """The id of a model that lasts."""
-        at = session or await self.opened()
-        future = self.scheduler.submit_create("alice", at, 0, create(seed=seed))
+        future = await self.created(seed, session)
         await done(future)
         return future.model_id
+
+    async def created(self, seed: int = 7, session: str | None = None) -> Future:
+        """The making of a model, once it is accepted."""
+        at = session or await self.opened()
+        return await self.scheduler.submit_create("alice", at, 0, create(seed=seed)).accepted()
 
     def again(self, future: Future) -> Future:
         """What this gateway knows of a future of another's."""

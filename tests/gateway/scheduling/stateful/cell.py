@@ -42,6 +42,9 @@ class Gateways(Protocol):
     def dial(self, cell: SimulatedCell) -> Connection | None:
         """None while nobody listens."""
 
+    def has_asked(self, command_id: str) -> bool:
+        """Whether a client has asked for the command: it is none that brings a model back."""
+
 
 class SimulatedCell:
     """command_s / publish_s: how long the next command, the next publish takes. die_at: it is killed before so many
@@ -159,7 +162,7 @@ class SimulatedCell:
         self.last_seen |= self.slots.models
         self._is_busy = False
         try:
-            if isinstance(command, ForwardBackward) and self.faults:
+            if isinstance(command, ForwardBackward) and self.faults and self._gateways.has_asked(command.command_id):
                 self.faults -= 1
                 self.faulty.add(command.command_id)
                 raise CommandFailed(ErrorKind.RANK_FAILED, "by no fault of its own")
