@@ -81,8 +81,9 @@ class CellEpoch:
         for outcome in hello.outcomes:
             self._hear(outcome, hello, captured)
         for command_id in hello.publishing:
-            if (future := self._futures.find(request_id_of(command_id))) is not None:
-                self._take_captured(self._queues[future.model_id], captured)
+            future = self._futures.find(request_id_of(command_id))
+            if future is not None and (queue := self._queues.get(future.model_id)) is not None:
+                self._take_captured(queue, captured)
         kept = [resident for resident in hello.models if self._agrees(resident, hello)]
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
@@ -111,7 +112,8 @@ class CellEpoch:
         if queue is not None:
             self._take_captured(queue, captured)
         if future is None or queue is None or not queue.is_expected(future):
-            if future is None or future.is_done:
+            if future is None or future.is_done or future.turn is None:
+                # Of one that has no turn yet the cell must not know either: it is run again, on what is brought back.
                 self._link.acknowledge(outcome.command_id)
             # Else it was heard, and is acknowledged when it is in the journal.
             return
