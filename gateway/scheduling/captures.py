@@ -14,6 +14,7 @@ from typing import Any
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink, CellLost, Flight
 from gateway.scheduling.dispatch import Dispatcher, Publishing
+from gateway.scheduling.durable import durable
 from gateway.scheduling.futures import Future
 from gateway.scheduling.history import Snapshot
 from gateway.scheduling.identity import command_id_of, new_command_id, timestamp
@@ -115,6 +116,8 @@ class Captures:
         model, turn = queue.model, queue.history.weights_turn
         if model.model_id in self._publications or queue.unsettled is not None:
             return
+        # A snapshot that holds what no journal knows of would have it done once more after a crash.
+        await durable(self._journal.reach)
         command = SaveState(
             command_id=new_command_id(),
             model_id=model.model_id,
