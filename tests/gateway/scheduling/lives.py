@@ -20,20 +20,21 @@ from gateway.store.errors import JournalUnavailable
 from gateway.store.journal import Journal
 from gateway.store.writer import Queued
 from tests.fakes.fake_cell import FakeCell
+from tests.fakes.hold import Killed
 from tests.gateway.scheduling.rig import SECRET, Rig, create, done, until
 from tests.gateway.scheduling.stateful.process import ProcessDisk
 from trainer_cell.vault.layout import Vault
 
 
 class Life(Rig):
-    """is_stuck: from when it is set on nothing more becomes durable."""
+    """is_stuck: from when it is set on nothing more becomes durable. transact: how the writer tries a batch."""
 
     def __init__(self, socket_path: Path, root: Path, **options: Any) -> None:
         self.is_stuck = False
         self._disk = ProcessDisk(lambda: None)
         self.journal = Journal.open(f"sqlite:///{root / 'journal.sqlite3'}")
         writer = self.journal._writer
-        self._transact, self._ended = writer._transact, threading.Event()
+        self.transact, self._ended = writer._transact, threading.Event()
         writer._transact = self._transact_unless_stuck  # type: ignore[method-assign]
         vault, link = Vault(root / "checkpoints", self._disk), CellLink(socket_path)
         scheduler = Scheduler(link, Catalog(vault, tenant_digester(SECRET)), self.journal, **options)
@@ -42,7 +43,7 @@ class Life(Rig):
 
     def _transact_unless_stuck(self, batch: Sequence[Queued]) -> JournalUnavailable | None:
         if not self.is_stuck:
-            return self._transact(batch)
+            return self.transact(batch)
         self._ended.wait()
         return JournalUnavailable("the process is no more")
 
@@ -61,7 +62,7 @@ class Life(Rig):
         for task in (turns._task, upkeep._task, *turns._publications.tasks):
             assert task is not None
             task.cancel()
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError, Killed):
                 await task
         assert self.link._server is not None
         self.link._server.close()
@@ -107,7 +108,7 @@ class Lives:
         return self.gateway
 
     async def next(self, cell: FakeCell | None = None) -> Life:
-        """The gateway is killed and another started, which has taken on `cell`, if one is given, in whose life it is."""
+        """The gateway is killed and another started; with `cell`, which lives, once it has taken that on."""
         await self.gateway.end()
         self._socket_path.unlink(missing_ok=True)
         gateway = await self.start()
@@ -127,5 +128,3 @@ async def lives(root: Path, **options: Any) -> AsyncIterator[Lives]:
         finally:
             await all_lives.gateway.scheduler.stop(grace_s=0)
             await all_lives.gateway.journal.close()
-
-

@@ -65,7 +65,7 @@ async def test_a_number_that_comes_after_it_was_sealed_is_refused_and_does_nothi
 
 
 async def test_a_number_that_comes_in_time_is_not_sealed(tmp_path: Path) -> None:
-    async with impatient(tmp_path, patience_s=2.0) as (gateway, cell):
+    async with impatient(tmp_path, patience_s=2.0) as (gateway, _cell):
         model = await gateway.model()
         (early,) = gateway.submit(model, optim_step(), first=2)
         await early.accepted()

@@ -47,8 +47,11 @@ class Gateways(Protocol):
 
 
 class SimulatedCell:
-    """command_s / publish_s: how long the next command, the next publish takes. die_at: it is killed before so many
-    more calls to the disk. last_seen: models as they are, or were when they lost their slots. faults: so many forward_backwards to come fail by no fault of theirs; faulty: their ids."""
+    """command_s / publish_s: how long the next command, the next publish takes.
+
+    die_at: it is killed before so many more calls to the disk. faults: so many forward_backwards to come fail by no
+    fault of theirs; faulty: their ids. last_seen: models as they are, or were when they lost their slots.
+    """
 
     def __init__(
         self,
