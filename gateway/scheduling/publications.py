@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from gateway.scheduling.admission import load_address
 from gateway.scheduling.model_queue import ModelQueue
-from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest, Request, SaveRequest
+from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest, Request, SaveRequest, UnloadRequest
 
 
 class Publications:
@@ -61,7 +61,8 @@ class Publications:
 
     def _reason(self, queue: ModelQueue, request: Request) -> str | None:
         match request:
-            case SaveRequest() if queue.model.model_id in self._tasks:
+            case SaveRequest() | UnloadRequest() if queue.model.model_id in self._tasks:
+                # Until then it may have to be made once more, of a model that must still be there.
                 return "an earlier save of this model is being written"
             case SaveRequest() if self._is_full and self._tasks:
                 return "other saves are being written and hold all buffers"

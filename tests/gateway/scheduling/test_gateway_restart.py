@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -290,3 +290,45 @@ async def test_numbers_that_came_before_a_lower_one_are_not_run_again(tmp_path: 
             assert [await succeeded(gateway.again(future)) for future in late] == outcomes
             assert cell.count(ForwardBackward) == 4
             assert gateway.scheduler.model("alice", model).pending == 0
+
+
+async def test_what_the_cell_did_after_a_dropped_gradient_is_done_again_where_the_drop_is_not_on_record(
+    tmp_path: Path,
+) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            hold = cell.hold_next(ForwardBackward)
+            _, _, after = gateway.submit(model, forward_backward(loss="no such"), optim_step(), forward_backward())
+            await reached(hold)
+            await after.accepted()
+            gateway.is_stuck = True
+            hold.release()
+            await until(lambda: cell.slots.models[model].pending == 3)
+            gateway = await machine.next(cell)
+            await succeeded(gateway.again(after))
+            assert cell.slots.models[model].pending == 3
+            # Nor does the cell remember for ever what it said.
+            await succeeded(gateway.scheduler.submit("alice", model, 4, optim_step()))
+
+
+async def test_a_snapshot_never_holds_what_the_journal_does_not_know_of(tmp_path: Path) -> None:
+    async with lives(tmp_path, rules=SnapshotRules(steps=1)) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            hold = cell.hold_next(OptimStep)
+            _, step = gateway.submit(model, forward_backward(), optim_step())
+            await reached(hold)
+            await step.accepted()
+            gateway.is_stuck = True
+            hold.release()
+            await until(lambda: cell.slots.models[model].step == 1)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await until(lambda: cell.count(SaveState) > 0)
+        gateway = await machine.next()
+        with gateway.cell() as second:
+            assert (await succeeded(gateway.again(step))).step == 1
+            assert second.slots.models[model].step == 1
