@@ -119,15 +119,15 @@ _QUICK = [
     contents_are_not_compared,
     numbers_run_as_they_come,
     accepted_before_it_is_durable,
-    answered_before_it_is_durable,
     steps_on_what_there_is,
-    slots_are_kept_however_far_they_are,
     what_was_lost_is_not_tried_again,
     refused_numbers_are_spent,
     gaps_are_for_ever,
     answers_are_forgotten,
 ]
 _RARE = [
+    answered_before_it_is_durable,
+    slots_are_kept_however_far_they_are,
     places_of_saves_are_not_on_record,
     tellings_are_not_on_record,
     outcomes_are_not_heard,
