@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -43,6 +44,7 @@ _LAST_ANSWERS_S = 3
 def run(settings: GatewayProcessSettings) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit status."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    _allow_many_files()
     state, vault = StateDirectory(settings.state), Vault(settings.checkpoint_root)
     try:
         state.create()
@@ -78,6 +80,12 @@ def run(settings: GatewayProcessSettings) -> int:
     except (StateUnusable, JournalUnusable, VaultError, OSError) as error:
         sys.stderr.write(f"cellgate: {error}\n")
         return 1
+
+
+def _allow_many_files() -> None:
+    """Each model keeps its snapshot open, each client a connection: the usual 1024 would be an end to both."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listener(settings: GatewayProcessSettings) -> socket.socket:

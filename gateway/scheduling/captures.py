@@ -21,7 +21,7 @@ from gateway.scheduling.history import Snapshot
 from gateway.scheduling.identity import command_id_of, new_command_id, timestamp
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
-from gateway.scheduling.recovery_snapshots import SNAPSHOT_NAME, TURN, forget_snapshots
+from gateway.scheduling.recovery_snapshots import BORN, COMMAND, SNAPSHOT_NAME, TURN, forget_snapshots
 from gateway.scheduling.requests import SaveRequest
 from gateway.scheduling.turn_taking import TurnTaking
 from gateway.store.journal import Journal
@@ -63,6 +63,8 @@ class Captures:
                 self._tried_alone.discard(future.request_id)
                 return failure
             self._publications.note_full()
+            # No cell was lost under it.
+            future.attempts -= 1
             self._turns.put_back(queue, future)
             return None
         self.note_captured(queue, future)
@@ -125,13 +127,15 @@ class Captures:
             self._turns.advance(one)
 
     async def snapshot(self, queue: ModelQueue) -> None:
-        """Begin a recovery snapshot of a resident model; nothing when there is no room for it now, or one of its saves
-        is under way. Raises `CellLost`."""
-        model, turn = queue.model, queue.history.weights_turn
-        if model.model_id in self._publications or queue.unsettled is not None:
+        """Begin a recovery snapshot of a resident model; nothing when one of its saves is under way, or the journal
+        cannot be written. Raises `CellLost`, or `CommandFailed` when there is no room for it now."""
+        model, last = queue.model, queue.history.last_of_weights
+        if last is None or model.model_id in self._publications or queue.unsettled is not None:
             return
-        # A snapshot that holds what no journal knows of would have it done once more after a crash.
-        await durable(self._journal.reach)
+        if not self._journal.is_available:
+            return
+        # What a snapshot holds must be in the journal first: a gateway that finds it must not do any of it again.
+        await durable(self._journal.when_written)
         command = SaveState(
             command_id=new_command_id(),
             model_id=model.model_id,
@@ -142,10 +146,14 @@ class Captures:
             tenant_digest=self._catalog.tenant_digest(model.tenant),
             created=timestamp(datetime.now(UTC)),
             expires=None,
-            user_metadata={TURN: str(turn)},
+            user_metadata={
+                TURN: str(last.turn),
+                COMMAND: last.request_id,
+                BORN: model.created.isoformat(),
+            },
         )
         flight = await self._link.capture(command, _ignore)
-        self._begin(queue, self._publish_snapshot(queue, flight, turn))
+        self._begin(queue, self._publish_snapshot(queue, flight, last.turn))
 
     def forget(self, model_id: str) -> None:
         """Have the snapshots of a model that is over removed, behind everybody's back."""

@@ -16,10 +16,12 @@ from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.identity import command_id_of, new_command_id, request_id_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
+from gateway.scheduling.recovery_snapshots import forget_snapshots, with_snapshots
 from gateway.scheduling.residency import Residency
 from gateway.scheduling.settlement import settle_forgotten
 from gateway.scheduling.turn_taking import TurnTaking
 from trainer_cell.protocol.commands import ForgetModels
+from trainer_cell.protocol.errors import ErrorKind
 from trainer_cell.protocol.outcomes import Failed, Hello, ModelCreated, Outcome, ResidentModel, StateLoaded, StateSaved
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
@@ -87,7 +89,7 @@ class CellEpoch:
         kept = [resident for resident in hello.models if self._agrees(resident, hello)]
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
-            await self._link.execute(ForgetModels(new_command_id(), keep))
+            await self._link.execute_own(ForgetModels(new_command_id(), keep))
         for resident in kept:
             self._keep(self._queues[resident.model_id], hello, is_first)
         self._acquit(is_same_life)
@@ -114,9 +116,13 @@ class CellEpoch:
             self._take_captured(queue, captured)
         if future is None or queue is None or not queue.is_expected(future):
             if future is None or future.is_done or future.turn is None:
-                # Of one that has no turn yet the cell must not know either: it is run again, on what is brought back.
+                # Nobody's, or of a command that comes again behind one whose own outcome is not known: its slot does
+                # not agree and is freed, so that the cell must run it and not remember what came of it.
                 self._link.acknowledge(outcome.command_id)
             # Else it was heard, and is acknowledged when it is in the journal.
+            return
+        if isinstance(outcome, Failed) and outcome.kind is ErrorKind.SAVE_BUFFERS_FULL:
+            self._link.acknowledge(outcome.command_id)  # that was then
             return
         queue.take(future)
         answer = outcome.as_error() if isinstance(outcome, Failed) else outcome
@@ -175,3 +181,6 @@ class CellEpoch:
         else:
             if removed:
                 log.info("swept what dead cells had staged: %d entries", len(removed))
+        over = [queue.model.model_id for queue in self._queues.values() if queue.model.is_over]
+        for model_id in await asyncio.to_thread(with_snapshots, self._vault, over):
+            await forget_snapshots(self._vault, model_id)

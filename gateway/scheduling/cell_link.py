@@ -145,6 +145,13 @@ class CellLink:
         """
         return await (await self._send(command, None)).outcome()
 
+    async def execute_own(self, command: ModelCommand | ForgetModels) -> Success:
+        """As `execute`, of a command that nobody else asked for: the cell need not remember what came of it."""
+        try:
+            return await self.execute(command)
+        finally:
+            self.acknowledge(command.command_id)
+
     async def capture(self, command: SaveState, on_progress: Callable[[Progress], None]) -> Flight:
         """Send a save and wait until the ranks are free of it: captured, or failed before. The outcome is the flight's.
 

@@ -181,7 +181,7 @@ class Dispatcher:
         model_id, turn = queue.model.model_id, queue.turn + 1
         self._residency.touch(model_id)
         if queue.window.is_partial_for(future):
-            await self._link.execute(DiscardGradients(new_command_id(), model_id, turn=turn))
+            await self._link.execute_own(DiscardGradients(new_command_id(), model_id, turn=turn))
             raise CommandFailed(
                 ErrorKind.PARTIAL_GRADIENTS,
                 "a forward_backward of this step failed, so its gradient is incomplete: no step was made, and the "

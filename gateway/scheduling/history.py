@@ -72,11 +72,16 @@ class History:
         return self.snapshot.turn if self.snapshot is not None else -1
 
     @property
+    def last_of_weights(self) -> Change | None:
+        """The last one that changed more than the gradient; None when the last snapshot holds all of those."""
+        weights = (change for change in reversed(self.changes) if change.what in ("create", "load", "optim_step"))
+        return next(weights, None)
+
+    @property
     def weights_turn(self) -> int:
         """Of the last command that changed more than the gradient: what a snapshot taken now would hold."""
-        for change in reversed(self.changes):
-            if change.what in ("create", "load", "optim_step"):
-                return change.turn
+        if (change := self.last_of_weights) is not None:
+            return change.turn
         return self.snapshot.turn if self.snapshot is not None else -1
 
     @property

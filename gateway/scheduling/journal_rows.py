@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from gateway.scheduling.futures import Future
-from gateway.scheduling.identity import command_id_of
+from gateway.scheduling.identity import command_id_of, fingerprint
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.models import Model, ModelState
 from gateway.scheduling.requests import ForwardBackwardRequest, RejectedRequest, Request, operation_of
@@ -186,6 +186,9 @@ def future_of(record: CommandRecord) -> Future:
     elif record.payload_bytes and record.finished is None:
         reason = "the stored data of this request have changed on the disk"
         request = RejectedRequest(record.operation, ErrorKind.STORAGE_FAILED, reason)
+    if _has_changed(record, request):
+        reason = "the stored request has changed on the disk"
+        request = RejectedRequest(record.operation, ErrorKind.STORAGE_FAILED, reason)
     future = Future(record.tenant, record.model_id, operation_of(request), request, record.moment, record.request_id)
     future.payload_bytes = record.payload_bytes
     future.attempts, future.turn, future.version = record.attempts, record.turn, record.version
@@ -194,6 +197,12 @@ def future_of(record: CommandRecord) -> Future:
     if record.outcome is not None:
         future.finish(outcome_of(record.outcome))
     return future
+
+
+def _has_changed(record: CommandRecord, request: Request) -> bool:
+    """The fingerprint of a forward_backward is over its data too, which are not here once it has run."""
+    is_whole = not record.payload_bytes and not isinstance(request, ForwardBackwardRequest | RejectedRequest)
+    return is_whole and record.operation != "import" and fingerprint(request) != record.fingerprint
 
 
 def data_of(payload: bytes) -> tuple[Datum, ...]:

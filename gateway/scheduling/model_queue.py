@@ -14,6 +14,8 @@ from gateway.scheduling.models import Model
 # Numbers and keys are remembered beyond their commands' end, so that late retries are known; the newest so many.
 REMEMBERED = 4096
 LARGEST_SEQ_ID = 2**31 - 1
+# Numbers that never come are sealed one by one, so there must be an end to how many one request can leave out.
+MOST_AHEAD = REMEMBERED
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class ModelQueue:
         """The request id given to this very command before, None for a new one.
 
         Raises `SequenceConflict` when the number came before with another content, or so long ago that its content
-        is forgotten; `InvalidRequest` for a number that cannot be.
+        is forgotten; `InvalidRequest` for a number that cannot be, or is far ahead of all that came.
         """
         if not 0 <= seq_id <= LARGEST_SEQ_ID:
             raise InvalidRequest(f"seq_id {seq_id} is not between 0 and {LARGEST_SEQ_ID}")
@@ -69,6 +71,10 @@ class ModelQueue:
         if accepted is None:
             if seq_id <= self.contiguous:
                 raise SequenceConflict(f"seq_id {seq_id} of model {self.model.model_id} was spent long ago")
+            if seq_id > self.contiguous + MOST_AHEAD:
+                raise InvalidRequest(
+                    f"seq_id {seq_id} of model {self.model.model_id} is more than {MOST_AHEAD} ahead of the others"
+                )
             return None
         if accepted.fingerprint != fingerprint:
             raise SequenceConflict(f"seq_id {seq_id} of model {self.model.model_id} came before with another content")

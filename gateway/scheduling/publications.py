@@ -40,6 +40,10 @@ class Publications:
         """The model's save is over; those that were held and may go on now."""
         del self._tasks[model_id]
         self._is_full = False
+        return self.release()
+
+    def release(self) -> list[ModelQueue]:
+        """Those that were held and may go on now."""
         held, self._held = list(self._held), {}
         return [self._queues[one] for one in held]
 
@@ -67,6 +71,6 @@ class Publications:
                 source = self._queues.get(load_address(request.path).model_id)
                 if source is None or source.model.tenant != queue.model.tenant:
                     return None
-                if source.model.model_id in self._tasks:
+                if source.model.model_id in self._tasks or source.must_save_again:
                     return "the model it loads from is writing a checkpoint"
         return None

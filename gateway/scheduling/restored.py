@@ -14,7 +14,8 @@ from gateway.scheduling.history import History, Snapshot
 from gateway.scheduling.identity import command_id_of
 from gateway.scheduling.journal_rows import future_of, is_of_import, model_of, outcome_of, session_of
 from gateway.scheduling.model_queue import KeyBook, ModelQueue
-from gateway.scheduling.recovery_snapshots import newest_snapshot
+from gateway.scheduling.recovery_snapshots import SnapshotAhead, newest_snapshot
+from gateway.scheduling.requests import RejectedRequest
 from gateway.scheduling.sessions import Session, SessionBook
 from gateway.scheduling.visits import PLAIN_REST
 from gateway.store.records import CommandRecord, ModelRecord, Stored
@@ -72,7 +73,7 @@ class Restored:
         if (session := self._by_id.get(record.session_id)) is not None:
             session.model_ids.append(record.model_id)
         queue.contiguous = record.floor
-        queue.history = History(self._snapshot(queue, record))
+        self._find_snapshot(queue, record)
         records = self._commands[record.model_id]
         futures = [future_of(command) for command in records]
         for command, future in zip(records, futures, strict=True):
@@ -91,15 +92,21 @@ class Restored:
                 queue.take(future)
         return queue
 
-    def _snapshot(self, queue: ModelQueue, record: ModelRecord) -> Snapshot | None:
-        noted = None if record.snapshot is None else Snapshot(record.snapshot, record.snapshot_turn)
+    def _find_snapshot(self, queue: ModelQueue, record: ModelRecord) -> None:
         if queue.model.is_over:
-            return None
+            return
+        noted = None if record.snapshot is None else Snapshot(record.snapshot, record.snapshot_turn)
+        rows = self._commands[record.model_id]
+        done = {row.turn: row.request_id for row in rows if row.turn is not None and row.finished is not None}
         try:
-            return newest_snapshot(self._vault, record.model_id, noted)
+            queue.history = History(newest_snapshot(self._vault, record.model_id, record.created, noted, done))
+        except SnapshotAhead as error:
+            log.error("%s: the model is not brought back", error)
+            queue.history = History(noted)
+            queue.history.is_broken = True
         except VaultError as error:
             log.error("the snapshot of %s cannot be held: %s", record.model_id, error)
-            return noted
+            queue.history = History(noted)
 
     def _remember(self, command: CommandRecord, future: Future) -> None:
         if command.finished is None or future.is_done:
@@ -119,8 +126,9 @@ class Restored:
 
     def _do(self, queue: ModelQueue, future: Future) -> None:
         answer = future.error or future.outcome
-        if answer is None:
-            log.error("the answer of %s has changed on the disk", future.request_id)
+        is_changed = isinstance(future.request, RejectedRequest) and future.error is None
+        if answer is None or is_changed:
+            log.error("what was asked or answered as %s has changed on the disk", future.request_id)
             queue.history.is_broken = True
             return
         if future.version is not None:

@@ -6,6 +6,7 @@ journal says was answered is answered nobody twice; a save whose version never c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -17,7 +18,7 @@ from gateway.scheduling.journal_rows import data_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.requests import ForwardBackwardRequest, OptimStepRequest
 from gateway.scheduling.residency import Residency
-from gateway.store.journal import Journal
+from gateway.store.journal import Journal, JournalUnavailable
 from trainer_cell.protocol.commands import (
     CreateModel,
     DiscardGradients,
@@ -31,6 +32,9 @@ from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import Hello, OptimStepDone
 
 log = logging.getLogger(__name__)
+
+# A journal that cannot be read just now is asked again, so often.
+_READ_AGAIN_S = 0.5
 
 
 class Slots:
@@ -66,7 +70,7 @@ class Slots:
         """Free the model's slot; its state is on disk, or can be had again from there and the journal."""
         model_id = queue.model.model_id
         await self._park_state(queue)
-        await self._link.execute(FreeModel(new_command_id(), model_id))
+        await self._link.execute_own(FreeModel(new_command_id(), model_id))
         self._residency.leave(model_id)
         self._parked.add(model_id)
         log.debug("model %s is parked", model_id)
@@ -79,7 +83,7 @@ class Slots:
         try:
             await self._do_again(queue)
         except CommandFailed as failure:
-            await self._link.execute(FreeModel(new_command_id(), model_id))
+            await self._link.execute_own(FreeModel(new_command_id(), model_id))
             raise CommandFailed(
                 ErrorKind.MODEL_LOST,
                 f"the state of model {model_id} could not be brought back into the trainer cell: {failure.message}; "
@@ -98,7 +102,7 @@ class Slots:
         self._parked.discard(model.model_id)
         if (snapshot := history.snapshot) is not None:
             assert model.adapter is not None
-            await self._link.execute(
+            await self._link.execute_own(
                 LoadState(
                     new_command_id(),
                     model.model_id,
@@ -112,7 +116,7 @@ class Slots:
         for change in tuple(history.changes):
             await self._save_before(queue, change.turn)
             command = await self._command_of(queue, change)
-            done = await self._link.execute(command)
+            done = await self._link.execute_own(command)
             if isinstance(done, OptimStepDone) and change.iteration not in (None, done.iteration):
                 raise CommandFailed(
                     ErrorKind.RANK_FAILED,
@@ -151,8 +155,16 @@ class Slots:
             case "discard":
                 return DiscardGradients(command_id, model_id, turn=turn)
 
+    async def _payload(self, request_id: str) -> bytes | None:
+        while True:
+            try:
+                return (await self._journal.payloads([request_id])).get(request_id)
+            except JournalUnavailable as error:
+                log.error("a model waits to be brought back: %s", error)
+                await asyncio.sleep(_READ_AGAIN_S)
+
     async def _forward_backward(self, model_id: str, change: Change) -> ForwardBackward:
-        payload = (await self._journal.payloads([change.request_id])).get(change.request_id)
+        payload = await self._payload(change.request_id)
         request = change.request
         assert isinstance(request, ForwardBackwardRequest)
         if payload is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from sqlalchemy import URL, Connection, Engine, make_url
+from sqlalchemy import URL, Engine, make_url
 from sqlalchemy.exc import DBAPIError
 
 from gateway.store import writes
@@ -92,10 +92,6 @@ class Journal:
     def withdraw(self, command: CommandRecord, on_durable: Callback) -> None:
         """As if it had not been accepted."""
         self._writer.put(partial(writes.delete_command, command=command, model=None), on_durable)
-
-    def reach(self, on_durable: Callback) -> None:
-        """Calls back when all that was asked for before is durable."""
-        self._writer.put(_write_nothing, on_durable)
 
     def open_session(self, session: SessionRecord, on_durable: Callback, on_failed: OnFailed) -> None:
         """As `accept`."""
@@ -183,10 +179,6 @@ class Journal:
     ) -> None:
         write = partial(writes.note_command, request_id=request_id, values=values)
         self._writer.put(write, on_durable, is_lazy=is_lazy)
-
-
-def _write_nothing(_connection: Connection) -> None:
-    """Its place in the order is all that matters."""
 
 
 def _opened(address: URL, where: str) -> Engine:

@@ -111,7 +111,7 @@ def answers_are_forgotten(patch: Patch) -> None:
 
 
 def snapshots_run_ahead_of_the_journal(patch: Patch) -> None:
-    patch.setattr(Journal, "reach", lambda self, on_durable: on_durable())
+    patch.setattr(Journal, "when_written", lambda self, on_durable: on_durable())
 
 
 _QUICK = [

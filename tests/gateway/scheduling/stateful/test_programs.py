@@ -12,7 +12,7 @@ SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), stat
 
 
 def test_no_program_of_clients_and_crashes_loses_or_repeats_anything() -> None:
-    run_state_machine_as_test(Programs, settings=settings(SETTINGS, max_examples=60, derandomize=True))
+    run_state_machine_as_test(Programs, settings=settings(SETTINGS, max_examples=30, derandomize=True))
 
 
 @pytest.mark.full
