@@ -93,7 +93,8 @@ class CellEpoch:
         for resident in kept:
             self._keep(self._queues[resident.model_id], hello, is_first)
         self._acquit(is_same_life)
-        self._link.leave_unadopted()
+        for flight in self._link.unadopted():
+            self._execution.captures.see_out(flight)
         await self._settle_saves(hello)
         if not is_same_life:
             await self._sweep()

@@ -11,7 +11,8 @@ from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest
 
 
 class Publications:
-    """At most one for each model: a model's saves are published in the order they came.
+    """At most one for each model: a model's saves are published in the order they came. One of nobody's goes by its
+    command id.
 
     A save that finds no memory for its capture waits until another is published; only its own model waits with it.
     """

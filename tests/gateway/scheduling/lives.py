@@ -108,7 +108,7 @@ class Lives:
         return self.gateway
 
     async def next(self, cell: FakeCell | None = None) -> Life:
-        """The gateway is killed and another started; with `cell`, which lives, once it has taken that on."""
+        """The gateway is killed and another started, which has taken on `cell`, if one is given."""
         await self.gateway.end()
         self._socket_path.unlink(missing_ok=True)
         gateway = await self.start()
