@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ from tests.service.running import RunningService
 from tests.service.state import State, read_state
 from trainer_cell.vault.layout import VERSIONS, Vault, directory_name
 
-Programmes = Sequence[Sequence[Operation]]
+# By the number of the client.
+Programmes = Mapping[int, Sequence[Operation]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def quiet_run(service: RunningService, programmes: Programmes) -> Left:
     with ThreadPoolExecutor(len(programmes)) as pool:
         clients = [
             pool.submit(carry_out, service.url, number, operations, progress)
-            for number, operations in enumerate(programmes)
+            for number, operations in programmes.items()
         ]
         all_or_none(clients, progress)
     return what_is_left(service, [client.result() for client in clients])
@@ -51,13 +52,13 @@ def run_under_fire(service: RunningService, programmes: Programmes, kills: Seque
     missing, since the run would then show less than it says."""
     progress = Progress(len(programmes))
     with ExitStack() as stack:
-        proxies = [stack.enter_context(Proxy(service.url, FaultPlan(number))) for number in range(len(programmes))]
+        proxies = [stack.enter_context(Proxy(service.url, FaultPlan(number))) for number in programmes]
         gremlin = Gremlin(service, ranks, lambda url: retarget(proxies, url), len(kills))
         pool = stack.enter_context(ThreadPoolExecutor(len(programmes) + 1))
         hunt = pool.submit(gremlin.run, kills, progress)
         clients = [
             pool.submit(carry_out, proxy.url, number, operations, progress)
-            for number, (proxy, operations) in enumerate(zip(proxies, programmes, strict=True))
+            for proxy, (number, operations) in zip(proxies, programmes.items(), strict=True)
         ]
         try:
             all_or_none([*clients, hunt], progress)
@@ -119,6 +120,6 @@ def assert_same(quiet: Left, disturbed: Left, programmes: Programmes, parts: fro
         assert snapshot.manifest.has_optimizer, number
         assert found.same_as(snapshot), number
         assert found.manifest.iteration == snapshot.manifest.iteration, number
-    expected = [versions_of(operations) for operations in programmes]
+    expected = [versions_of(operations) for operations in programmes.values()]
     assert quiet.versions == expected
     assert disturbed.versions == expected

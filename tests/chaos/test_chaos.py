@@ -6,6 +6,7 @@ which nothing happened, to the last bit; and nothing was done twice.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from tests.service.running import RunningService
 pytestmark = [pytest.mark.cell, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 NUM_CLIENTS = 4
+# Other clients, kills and faults, for whoever wants to see more of them.
+SEED = int(os.environ.get("CELLGATE_TEST_CHAOS_SEED", "0"))
 # Replaced versions stay, to be counted.
 KEEP = ("--replaced-grace-s", "1000000")
 # In FP32 weights are their own masters.
-BF16 = ("--dtype", "bf16")
-FLAGS = ("--no-load-optim", "--no-save-optim")
+BF16 = ("--dtype", "bf16", "--snapshot-steps", "5")
+FLAGS = ("--no-load-optim", "--no-save-optim", "--snapshot-steps", "3")
 ALL_PARTS = frozenset({"weight", "master", "exp_avg", "exp_avg_sq"})
 
 
@@ -70,15 +73,20 @@ def running(state: Path, case: Case, slots: int) -> Iterator[RunningService]:
         service.kill_everything()
 
 
+def written(num_clients: int, num_steps: int) -> dict[int, list[Operation]]:
+    first = SEED * NUM_CLIENTS
+    return {number: programme(number, num_steps) for number in range(first, first + num_clients)}
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_clients_of_a_service_under_fire_notice_nothing_but_time(tmp_path: Path, case: Case) -> None:
-    programmes = [programme(number, case.steps) for number in range(NUM_CLIENTS)]
+    programmes = written(NUM_CLIENTS, case.steps)
     with running(tmp_path / "quiet", case, slots=64) as service:
         quiet = quiet_run(service, programmes)
     read_snapshots(service.checkpoints, quiet)
     num_commands = sum(len(record.answers) for record in quiet.records)
-    kills = plan_of_kills(case.kills, case.kills, num_commands, case.ranks)
+    kills = plan_of_kills(SEED, case.kills, num_commands, case.ranks)
     with running(tmp_path / "fire", case, case.slots) as service:
         disturbed = run_under_fire(service, programmes, kills, case.ranks)
     read_snapshots(service.checkpoints, disturbed)
@@ -94,11 +102,12 @@ def with_one_more(operations: list[Operation]) -> list[Operation]:
 def test_one_gradient_too_many_would_be_seen(tmp_path: Path) -> None:
     """The control: what the comparison of two runs is worth."""
     case = Case(ranks=1, steps=5, kills=0, slots=8, options=BF16, parts=ALL_PARTS)
-    programmes = [programme(number, case.steps) for number in range(2)]
+    programmes = written(2, case.steps)
     with running(tmp_path, case, case.slots) as service:
         twice = quiet_run(service, programmes)
         again = quiet_run(service, programmes)
-        more = quiet_run(service, [with_one_more(programmes[0])])
+        more = quiet_run(service, {number: with_one_more(operations) for number, operations in programmes.items()})
     assert_same(twice, again, programmes, case.parts)
-    assert not more.states[0].same_as(twice.states[0])
-    assert first_difference(more.records[0], twice.records[0]) is not None
+    for number in range(2):
+        assert not more.states[number].same_as(twice.states[number])
+        assert first_difference(more.records[number], twice.records[number]) is not None
