@@ -48,8 +48,8 @@ def create_app(
     sweeper: Sweeper | None = None,
     imports: Imports | None = None,
 ) -> FastAPI:
-    """keys: API key → tenant; imports: None when none are allowed. Scheduler and sweeper are started and stopped with
-    the application, imports are stopped with it."""
+    """keys: API key → tenant; imports: None when none are allowed. All of them are started and stopped with the
+    application."""
     gateway = Gateway(scheduler, limits or Limits(), sweeper, imports)
     app = FastAPI(
         title="cellgate",
@@ -82,6 +82,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if gateway.sweeper is not None:
         gateway.scheduler.catalog.saves.on_replaced = gateway.sweeper.nudge
         gateway.sweeper.start()
+    if gateway.imports is not None:
+        gateway.imports.start()
     yield
     await stop(app)
 

@@ -30,6 +30,7 @@ from gateway.scheduling.sweeper import Sweeper, log_recovery
 from gateway.settings import GatewayProcessSettings
 from gateway.state_directory import StateDirectory, StateUnusable
 from gateway.store.journal import Journal, JournalUnusable
+from gateway.store.records import Stored
 from trainer_cell.vault.collect import Collector
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
@@ -69,7 +70,8 @@ def run(settings: GatewayProcessSettings) -> int:
                 # Nobody supervises this process, so nobody else tells.
                 sys.stdout.write(f"cellgate gateway {url_of(settings.host, listener)} cell socket {socket_path}\n")
                 sys.stdout.flush()
-            return asyncio.run(_closing(journal, _serve(settings, scheduler, recovered, keys, listener)))
+            serving = _serve(settings, scheduler, stored, recovered, keys, listener)
+            return asyncio.run(_closing(journal, serving))
     except StartUpFailed as error:
         sys.stderr.write(f"cellgate: {error}\n")
         return NOT_AGAIN
@@ -111,6 +113,7 @@ async def _closing(journal: Journal, serving: Coroutine[Any, Any, int]) -> int:
 async def _serve(
     settings: GatewayProcessSettings,
     scheduler: Scheduler,
+    stored: Stored,
     recovered: RecoveryReport,
     keys: dict[str, str],
     listener: socket.socket,
@@ -126,7 +129,7 @@ async def _serve(
     limits = Limits(max_body_bytes=settings.max_body_mb << 20, stop_grace_s=settings.stop_grace_s)
     collector = Collector(catalog.vault, settings.rules, catalog.inventory)
     sweeper = Sweeper(catalog.vault, collector, settings.sweep_interval_s, recovered, on_crash=on_crash)
-    app = create_app(scheduler, keys, limits, sweeper, _imports(settings, scheduler))
+    app = create_app(scheduler, keys, limits, sweeper, _imports(settings, scheduler, stored))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -146,9 +149,12 @@ async def _serve(
     return 1 if server.has_crashed or not server.started else 0
 
 
-def _imports(settings: GatewayProcessSettings, scheduler: Scheduler) -> Imports | None:
+def _imports(settings: GatewayProcessSettings, scheduler: Scheduler, stored: Stored) -> Imports | None:
+    """What was accepted when imports were allowed waits until they are again."""
     if not settings.import_dir:
         return None
     assert settings.base_model is not None  # the settings see to it
     child = ImportChild(scheduler.catalog, settings.base_model, settings.cache)
-    return Imports(scheduler.futures, settings.import_dir, child.run)
+    imports = Imports(scheduler.futures, scheduler.journal, settings.import_dir, child.run)
+    imports.restore(stored)
+    return imports

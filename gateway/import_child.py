@@ -13,8 +13,9 @@ from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.requests import ImportRequest
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import StateSaved
-from trainer_cell.vault.errors import StorageFailed
+from trainer_cell.vault.errors import StorageFailed, VaultError
 from trainer_cell.vault.layout import CheckpointAddress
+from trainer_cell.vault.recovery import settle_publish
 
 
 class _Imported(msgspec.Struct, frozen=True):
@@ -38,14 +39,24 @@ class ImportChild:
         self._base_model = base_model
         self._cache = cache
 
-    async def run(self, tenant: str, model_id: str, request: ImportRequest) -> StateSaved | CommandFailed:
-        """Pickles are never trusted here. When this is cancelled the process is killed."""
+    async def run(
+        self, tenant: str, model_id: str, request: ImportRequest, command_id: str
+    ) -> StateSaved | CommandFailed:
+        """Pickles are never trusted here. When this is cancelled the process is killed. Again with the same
+        `command_id`: what was published before is found."""
+        try:
+            made = await asyncio.to_thread(self._made_before, model_id, request, command_id)
+        except VaultError as error:
+            return CommandFailed(ErrorKind.STORAGE_FAILED, str(error))
+        if made is not None:
+            return made
         await asyncio.to_thread(self._catalog.clear_name, CheckpointAddress(model_id, "weights", request.name))
         try:
             quota = await self._quota(tenant)
         except StorageFailed as error:
             return CommandFailed(ErrorKind.STORAGE_FAILED, str(error))
-        child = ChildProcess("import", [*self._command(tenant, model_id, request), *quota], formats_environment())
+        command = [*self._command(tenant, model_id, request), "--command-id", command_id, *quota]
+        child = ChildProcess("import", command, formats_environment())
         try:
             status = await child.wait()
         finally:
@@ -53,6 +64,14 @@ class ImportChild:
             if request.overwrite:
                 self._catalog.saves.on_replaced()
         return _outcome(child.last_line, status)
+
+    def _made_before(self, model_id: str, request: ImportRequest, command_id: str) -> StateSaved | None:
+        address = CheckpointAddress(model_id, "weights", request.name)
+        found = settle_publish(self._catalog.vault, address, command_id, request.overwrite, "import")
+        if found is None:
+            return None
+        version, told = found
+        return StateSaved(command_id, version, told.step, told.iteration, told.has_optimizer, told.size_bytes)
 
     async def _quota(self, tenant: str) -> list[str]:
         """What the tenant has and may have, as options."""

@@ -184,7 +184,7 @@ class ServeSettings(GatewaySettings):
     save_memory_mb: int = Field(2048, ge=1, description="most memory of each rank for those copies, in MiB")
     cache: Directory = Field(default_factory=default_cache, description="directory of prepared base models")
     lora_adapter_path: str | None = Field(
-        None, min_length=1, description="checkpoint to start with as model startup:train:0: a directory or an address"
+        None, min_length=1, description="checkpoint to make a model of at the start: a directory or an address"
     )
     load: Directory | None = Field(
         None, description="Megatron checkpoint directory whose newest iteration has the base model's weights"

@@ -63,7 +63,7 @@ def read_start_up(settings: ServeSettings, state: StateDirectory, keys: Mapping[
         with vault.lock():
             owner = tenant_digester(state.tenant_secret())(next(iter(keys.values())))
             checkpoint = start_up_address(settings, vault, owner, weights, iteration)
-        notes.append(f"{MODEL_ID} starts from {checkpoint.uri}")
+        notes.append(f"a new model of session {SESSION_ID} is made of {checkpoint.uri}")
     return StartUp(settings.is_without_load_optim, weights, checkpoint, tuple(notes))
 
 

@@ -33,6 +33,8 @@ LARGEST_SEED = 2**63 - 1
 
 _LEAST_DEADLINE_S = 600.0
 _FEWEST_TOKENS_PER_S = 20.0
+# A token, its target and a weight.
+_LEAST_BYTES_PER_TOKEN = 16
 
 _FIXED_COSTS: dict[Operation, int] = {
     "create": 256,
@@ -66,8 +68,8 @@ def estimated_cost(request: Request) -> int:
 
 def deadline_s(operation: Operation, payload_bytes: int) -> float:
     """How long the ranks may take for a command before the cell counts as wedged: generous, since ending a cell that
-    is merely slow helps nobody. payload_bytes: of all its arrays, at least 4 a token."""
-    return _LEAST_DEADLINE_S + (payload_bytes / 4) / _FEWEST_TOKENS_PER_S
+    is merely slow helps nobody. payload_bytes: of all its arrays."""
+    return _LEAST_DEADLINE_S + payload_bytes / _LEAST_BYTES_PER_TOKEN / _FEWEST_TOKENS_PER_S
 
 
 def answer_without_cell(model: Model, request: Request, is_away: bool) -> Success | CommandFailed | None:
@@ -152,3 +154,11 @@ def check_create(request: CreateRequest, hello: Hello) -> None:
 def check_rank(rank: int, hello: Hello) -> None:
     if not 1 <= rank <= hello.max_lora_rank:
         raise CommandFailed(ErrorKind.BAD_COMMAND, f"rank must be between 1 and {hello.max_lora_rank}, not {rank}")
+
+
+def other_base(model: Model, hello: Hello | None) -> str | None:
+    """Why the model cannot run on this cell, if its state is one over other base weights; it waits for a cell with its
+    own."""
+    if hello is None or model.base_digest is None or model.base_digest == hello.base_model.digest:
+        return None
+    return f"its base model {model.base_model} is not the one that is served now"

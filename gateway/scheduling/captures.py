@@ -63,14 +63,16 @@ class Captures:
             self._publications.note_full()
             self._turns.put_back(queue, future)
             return None
-        if future.turn is None:
-            # From now on commands may run that it must not see: its place is on record before theirs are.
-            future.turn = queue.next_turn()
-            self._journal.note_turn(future.request_id, future.turn)
-        queue.unsettled = future
+        self.note_captured(queue, future)
         self._tried_alone.discard(future.request_id)
         self._begin(queue, self._publish(queue, future, publishing))
         return None
+
+    def note_captured(self, queue: ModelQueue, future: Future) -> None:
+        """From now on commands may run that it must not see: its place is on record before theirs are."""
+        future.turn = queue.next_turn()
+        self._journal.note_turn(future.request_id, future.turn)
+        queue.unsettled = future
 
     async def save_again(self, queue: ModelQueue) -> None:
         """The model's unsettled save, while its slot holds what the save is to hold. Raises `CellLost`."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.execution import Execution
-from gateway.scheduling.futures import FutureBook
+from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.identity import command_id_of, new_command_id, request_id_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
@@ -20,7 +20,8 @@ from gateway.scheduling.residency import Residency
 from gateway.scheduling.settlement import settle_forgotten
 from gateway.scheduling.turn_taking import TurnTaking
 from trainer_cell.protocol.commands import ForgetModels
-from trainer_cell.protocol.outcomes import Failed, Hello, ModelCreated, Outcome, ResidentModel, StateLoaded
+from trainer_cell.protocol.errors import ErrorKind
+from trainer_cell.protocol.outcomes import Failed, Hello, ModelCreated, Outcome, ResidentModel, StateLoaded, StateSaved
 from trainer_cell.vault.errors import VaultError
 from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.publish import sweep_staging
@@ -32,6 +33,7 @@ class CellEpoch:
     """One life of the cell after the other.
 
     hello: of the cell attached now or last. is_settled: one is attached, and both sides agree on what is resident.
+    interrupted: the command that ran when the connection ended.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CellEpoch:
     ) -> None:
         self.hello: Hello | None = None
         self.is_settled = False
+        self.interrupted: Future | None = None
         self._link = link
         self._vault = vault
         self._queues = queues
@@ -75,26 +78,46 @@ class CellEpoch:
         while tasks := self._publications.tasks:
             # Of the cell before: they look at the disk, and end.
             await asyncio.wait(tasks)
+        captured = {*hello.publishing, *(said.command_id for said in hello.outcomes if isinstance(said, StateSaved))}
         for outcome in hello.outcomes:
-            self._hear(outcome, hello)
+            self._hear(outcome, hello, captured)
+        for command_id in hello.publishing:
+            if (future := self._futures.find(request_id_of(command_id))) is not None:
+                self._take_captured(self._queues[future.model_id], captured)
         kept = [resident for resident in hello.models if self._agrees(resident, hello)]
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
             await self._link.execute(ForgetModels(new_command_id(), keep))
         for resident in kept:
-            self._keep(self._queues[resident.model_id], hello, is_same_life or is_first)
+            self._keep(self._queues[resident.model_id], hello, is_first)
+        self._acquit(is_same_life)
         self._link.leave_unadopted()
         await self._settle_saves(hello)
         if not is_same_life:
             await self._sweep()
         self.is_settled = self._link.hello is hello
 
-    def _hear(self, outcome: Outcome, hello: Hello) -> None:
+    def _take_captured(self, queue: ModelQueue, captured: set[str]) -> None:
+        """The next of the model may be a save that the cell has captured for a gateway that could not put that on
+        record: then it has its place before all that the cell did for the model since."""
+        head = queue.ready[0] if queue.ready else None
+        if head is not None and queue.unsettled is None and command_id_of(head.request_id) in captured:
+            queue.take(head)
+            self._execution.captures.note_captured(queue, head)
+
+    def _hear(self, outcome: Outcome, hello: Hello, captured: set[str]) -> None:
         """An outcome that nobody acknowledged: of a command that a gateway before sent, or of one of nobody's."""
         future = self._futures.find(request_id_of(outcome.command_id))
         queue = self._queues.get(future.model_id) if future is not None else None
+        if queue is not None:
+            self._take_captured(queue, captured)
         if future is None or queue is None or not queue.is_expected(future):
-            self._link.acknowledge(outcome.command_id)
+            if future is None or future.is_done:
+                self._link.acknowledge(outcome.command_id)
+            # Else it was heard, and is acknowledged when it is in the journal.
+            return
+        if isinstance(outcome, Failed) and outcome.kind is ErrorKind.SAVE_BUFFERS_FULL:
+            self._link.acknowledge(outcome.command_id)  # that was then
             return
         queue.take(future)
         answer = outcome.as_error() if isinstance(outcome, Failed) else outcome
@@ -115,15 +138,21 @@ class CellEpoch:
         is_saved = save is None or command_id_of(save.request_id) in hello.publishing
         return is_saved and resident.turn == queue.history.last_turn
 
-    def _keep(self, queue: ModelQueue, hello: Hello, was_innocent: bool) -> None:
+    def _acquit(self, is_same_life: bool) -> None:
+        """What ran when the connection alone was lost has ended no cell, whether its model had a slot yet or not."""
+        interrupted, self.interrupted = self.interrupted, None
+        if is_same_life and interrupted is not None and interrupted.turn is None and interrupted.attempts:
+            interrupted.attempts -= 1
+
+    def _keep(self, queue: ModelQueue, hello: Hello, is_first: bool) -> None:
         self._residency.touch(queue.model.model_id)
         save = queue.unsettled
         if save is not None:
             queue.must_save_again, save.state = False, "writing"
             flight = self._link.adopt(command_id_of(save.request_id))
             self._execution.captures.adopt(queue, save, flight, hello.epoch)
-        if was_innocent and queue.ready and queue.ready[0].attempts:
-            # The connection or the gateway was lost while it ran, and not the cell.
+        if is_first and queue.ready and queue.ready[0].attempts:
+            # The gateway was lost while it ran, and not the cell.
             queue.ready[0].attempts -= 1
 
     async def _settle_saves(self, hello: Hello) -> None:

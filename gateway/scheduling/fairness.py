@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 QUANTUM = 2048
+LONGEST_STAY = 16
 
 
 class FairShare:
@@ -12,7 +13,7 @@ class FairShare:
 
     A tenant is given `quantum` of credit when its visit begins and runs while its credit covers its next command.
     Credit ends when a tenant has nothing to run: it cannot be saved up. Somebody is always picked while anybody is
-    offered.
+    offered. A model may stay: it comes first among its tenant's, but `LONGEST_STAY` times in a row at most.
     """
 
     def __init__(self, quantum: int = QUANTUM) -> None:
@@ -20,13 +21,20 @@ class FairShare:
         self._ring: OrderedDict[str, OrderedDict[str, int]] = OrderedDict()
         self._credit: dict[str, int] = {}
         self._visited: str | None = None
+        self._picked: str | None = None
+        self._num_picked = 0
 
-    def offer(self, tenant: str, model_id: str, cost: int) -> None:
-        """Note that the model's next command costs `cost`; a model offered before keeps its place."""
+    def offer(self, tenant: str, model_id: str, cost: int, stays: bool = False) -> None:
+        """Note that the model's next command costs `cost`; a model offered before keeps its place.
+
+        stays: it would rather go on now, if it was picked last.
+        """
         if tenant not in self._ring:
             self._ring[tenant] = OrderedDict()
             self._credit[tenant] = 0
         self._ring[tenant][model_id] = cost
+        if stays and model_id == self._picked and self._num_picked < LONGEST_STAY:
+            self._ring[tenant].move_to_end(model_id, last=False)
 
     def withdraw(self, tenant: str, model_id: str) -> None:
         if tenant in self._ring:
@@ -58,6 +66,8 @@ class FairShare:
             return None
         self._credit[tenant] -= cost
         del self._ring[tenant][model_id]
+        self._num_picked = self._num_picked + 1 if model_id == self._picked else 1
+        self._picked = model_id
         return model_id
 
     def _pass_fruitless_rounds(self) -> None:

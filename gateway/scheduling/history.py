@@ -85,6 +85,11 @@ class History:
         return self.weights_turn > (self.snapshot.turn if self.snapshot is not None else -1)
 
     @property
+    def has_gradient(self) -> bool:
+        """Whether some is accumulated, which no snapshot holds."""
+        return bool(self.changes) and self.changes[-1].what == "forward_backward"
+
+    @property
     def payload_bytes(self) -> int:
         return sum(change.payload_bytes for change in self.changes)
 

@@ -9,19 +9,25 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gateway.scheduling.admission import fingerprinted
-from gateway.scheduling.errors import ImportNotAllowed, QueueFull, Stopping
+from gateway.scheduling.durable import durable
+from gateway.scheduling.errors import ImportNotAllowed, QueueFull, Stopping, Unavailable
 from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.identity import digest_of, new_session_id
+from gateway.scheduling.journal_rows import command_record, import_record, packed_outcome
 from gateway.scheduling.model_queue import KeyBook
 from gateway.scheduling.requests import ImportRequest
+from gateway.scheduling.steady_clock import steady_time
+from gateway.store.journal import Journal, JournalUnavailable
+from gateway.store.records import Stored
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import StateSaved
 
-Run = Callable[[str, str, ImportRequest], Coroutine[Any, Any, StateSaved | CommandFailed]]
+Run = Callable[[str, str, ImportRequest, str], Coroutine[Any, Any, StateSaved | CommandFailed]]
 
 _MOST_WAITING = 16
 # Whatever the files are, they hold up other imports for no longer.
@@ -30,10 +36,11 @@ _DEADLINE_S = 3600
 
 class Imports:
     """directories: those that may be imported from, with everything below; run: does one import, for a tenant and a
-    model id, and says how it went."""
+    model id, under a command id, and says how it went."""
 
-    def __init__(self, futures: FutureBook, directories: Sequence[Path], run: Run) -> None:
+    def __init__(self, futures: FutureBook, journal: Journal, directories: Sequence[Path], run: Run) -> None:
         self._futures = futures
+        self._journal = journal
         self._directories = [directory.resolve() for directory in directories]
         self._run = run
         self._keys = KeyBook()
@@ -74,16 +81,47 @@ class Imports:
         if len(self._waiting) >= _MOST_WAITING:
             raise QueueFull(f"{_MOST_WAITING} imports are waiting already")
         future = self._futures.open(tenant, model_id or f"{new_session_id()}:import:0", request)
-        future.accept()
+        key_digest = None
         if idempotency_key is not None:
+            key_digest = digest
             self._keys.accept(tenant, idempotency_key, future.request_id, digest)
-        self._waiting.append(future)
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
+        self._journal.accept(
+            command_record(future, None, digest, idempotency_key, key_digest),
+            import_record(future) if model_id is None else None,
+            partial(self._on_accepted, future),
+            partial(self._on_not_accepted, future, idempotency_key),
+        )
         return future
 
+    def restore(self, stored: Stored) -> None:
+        """Know of what a process before had accepted; before `start`."""
+        for command in stored.commands:
+            if command.operation != "import":
+                continue
+            if command.key is not None and command.key_digest is not None:
+                self._keys.accept(command.tenant, command.key, command.request_id, command.key_digest)
+            future = self._futures.find(command.request_id)
+            if future is not None and command.finished is None:
+                self._waiting.append(future)
+
+    def start(self) -> None:
+        """Begin with what a process before left."""
+        if self._waiting and self._worker is None and not self._is_stopping:
+            self._worker = asyncio.create_task(self._work())
+
+    def _on_accepted(self, future: Future) -> None:
+        future.accept()
+        self._waiting.append(future)
+        self.start()
+
+    def _on_not_accepted(self, future: Future, key: str | None, why: JournalUnavailable) -> None:
+        if key is not None:
+            self._keys.withdraw(future.tenant, key)
+        self._futures.withdraw(future)
+        future.refuse(Unavailable(str(why)))
+
     async def stop(self) -> None:
-        """The one that runs is broken off, which leaves nothing of it; those that wait fail."""
+        """The one that runs is broken off, which leaves nothing of it; it and those that wait are for the next."""
         self._is_stopping = True
         worker = self._worker
         if worker is not None:
@@ -96,21 +134,16 @@ class Imports:
                 await self._do(self._waiting.popleft())
         finally:
             self._worker = None
-            while self._waiting:
-                self._futures.finish(self._waiting.popleft(), _broken_off())
 
     async def _do(self, future: Future) -> None:
         assert isinstance(future.request, ImportRequest)
         future.state = "running"
-        outcome: StateSaved | CommandFailed = _broken_off()
+        outcome: StateSaved | CommandFailed
+        command_id = "import-" + future.request_id.removeprefix("future-")
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                outcome = await self._run(future.tenant, future.model_id, future.request)
+                outcome = await self._run(future.tenant, future.model_id, future.request, command_id)
         except TimeoutError:
             outcome = CommandFailed(ErrorKind.DEADLINE_EXCEEDED, f"the import took over {_DEADLINE_S} s")
-        finally:
-            self._futures.finish(future, outcome)
-
-
-def _broken_off() -> CommandFailed:
-    return CommandFailed(ErrorKind.CELL_LOST, "the import was broken off; nothing of it is left")
+        await durable(partial(self._journal.answer, future.request_id, packed_outcome(future, outcome), steady_time()))
+        self._futures.finish(future, outcome)

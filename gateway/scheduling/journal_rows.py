@@ -106,6 +106,25 @@ def model_record(queue: ModelQueue) -> ModelRecord:
     )
 
 
+def import_record(future: Future) -> ModelRecord:
+    """Of an import under an id of its own: no model, but what the journal keeps its commands by."""
+    now = datetime.fromtimestamp(steady_time(), UTC).isoformat()
+    return ModelRecord(
+        model_id=future.model_id,
+        session_id="",
+        tenant=future.tenant,
+        number=-1,
+        created=now,
+        last_request=now,
+        facts=b"",
+        is_over=True,
+    )
+
+
+def is_of_import(record: ModelRecord) -> bool:
+    return record.number < 0
+
+
 def model_of(record: ModelRecord) -> Model:
     facts = _decode_facts(record.facts)
     return Model(

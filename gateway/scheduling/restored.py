@@ -12,7 +12,7 @@ from gateway.scheduling.effects import note_change
 from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.history import History, Snapshot
 from gateway.scheduling.identity import command_id_of
-from gateway.scheduling.journal_rows import future_of, model_of, outcome_of, session_of
+from gateway.scheduling.journal_rows import future_of, is_of_import, model_of, outcome_of, session_of
 from gateway.scheduling.model_queue import KeyBook, ModelQueue
 from gateway.scheduling.recovery_snapshots import newest_snapshot
 from gateway.scheduling.sessions import Session, SessionBook
@@ -45,9 +45,13 @@ class Restored:
         for record in stored.sessions:
             self._open(session_of(record, time.monotonic()))
         for command in stored.commands:
-            self._commands[command.model_id].append(command)
+            if command.operation == "import":
+                self._remember(command, future_of(command))
+            else:
+                self._commands[command.model_id].append(command)
         for model in sorted(stored.models, key=lambda model: model.number):
-            self.queues.append(self._restore(model))
+            if not is_of_import(model):
+                self.queues.append(self._restore(model))
 
     def waiting(self, queue: ModelQueue) -> list[Future]:
         """The model's futures without an answer."""
@@ -69,8 +73,7 @@ class Restored:
         records = self._commands[record.model_id]
         futures = [future_of(command) for command in records]
         for command, future in zip(records, futures, strict=True):
-            if command.finished is None or future.is_done:
-                self._futures.remember(future)  # else its answer was kept for long enough
+            self._remember(command, future)
         for command in records:
             if command.seq_id is not None:
                 queue.remember(command.request_id, command.seq_id, command.fingerprint)
@@ -79,6 +82,10 @@ class Restored:
         self._replay(queue, list(zip(records, futures, strict=True)), record)
         for command, future in zip(records, futures, strict=True):
             self._place(queue, command, future)
+        for command, future in zip(records, futures, strict=True):
+            # Only now: what came before a lower number was placed together with that.
+            if not _is_waiting(command, future):
+                queue.take(future)
         return queue
 
     def _snapshot(self, queue: ModelQueue, record: ModelRecord) -> Snapshot | None:
@@ -90,6 +97,10 @@ class Restored:
         except VaultError as error:
             log.error("the snapshot of %s cannot be held: %s", record.model_id, error)
             return noted
+
+    def _remember(self, command: CommandRecord, future: Future) -> None:
+        if command.finished is None or future.is_done:
+            self._futures.remember(future)  # else its answer was kept for long enough
 
     def _replay(self, queue: ModelQueue, rows: list[tuple[CommandRecord, Future]], record: ModelRecord) -> None:
         """What was done since the snapshot, in the order in which it was done."""
@@ -114,13 +125,17 @@ class Restored:
         note_change(queue, future, answer)
 
     def _place(self, queue: ModelQueue, command: CommandRecord, future: Future) -> None:
-        is_waiting = command.finished is None and future.turn is None
         if command.finished is None:
             queue.model.pending += 1
-        if command.seq_id is not None or is_waiting:
+        # A number below what was forgotten has its place behind it.
+        is_next = command.seq_id is not None and command.seq_id > queue.contiguous
+        if is_next or (command.seq_id is None and _is_waiting(command, future)):
             queue.place(future, command.seq_id)
-        if not is_waiting:
-            queue.take(future)
+
+
+def _is_waiting(command: CommandRecord, future: Future) -> bool:
+    """Neither answered nor, as a captured save, taken already."""
+    return command.finished is None and future.turn is None
 
 
 def outcomes_of(stored: Stored) -> Callable[[str], Literal["succeeded", "failed"] | None]:

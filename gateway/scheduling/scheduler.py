@@ -268,7 +268,7 @@ class Scheduler:
         self._acceptance.accept(self._queues[model_id], None, asked, digest, None)
 
     def _on_told(self, future: Future) -> None:
-        if future.told_moment is not None and future.model_id in self._queues:
+        if future.told_moment is not None:
             self.journal.note_told(future.request_id, future.told_moment, steady_time())
 
     def _refuse_if_stopping(self) -> None:

@@ -53,6 +53,7 @@ class Slots:
         self._residency = residency
         self._park_state = park_state
         self._save_again = save_again
+        self._parked: set[str] = set()
 
     async def make_room(self, hello: Hello, model_id: str) -> None:
         """Have a slot free for `model_id`, or held by it. Raises `CellLost`; `CommandFailed` is a bug of the cell."""
@@ -67,7 +68,8 @@ class Slots:
         await self._park_state(queue)
         await self._link.execute(FreeModel(new_command_id(), model_id))
         self._residency.leave(model_id)
-        log.info("model %s is parked", model_id)
+        self._parked.add(model_id)
+        log.debug("model %s is parked", model_id)
 
     async def bring_back(self, queue: ModelQueue, hello: Hello) -> None:
         """Have the model in a slot, with everything it has done. Raises `CellLost`, or `CommandFailed` (MODEL_LOST)
@@ -90,7 +92,10 @@ class Slots:
         model, history = queue.model, queue.history
         if history.is_broken:
             raise CommandFailed(ErrorKind.STORAGE_FAILED, "the journal of what it did has changed on the disk")
-        log.info("bringing back model %s: %d commands after its last snapshot", model.model_id, len(history.changes))
+        # Of those that take turns in slots there would be no end.
+        level = logging.DEBUG if model.model_id in self._parked else logging.INFO
+        log.log(level, "bringing back %s: %d commands after its last snapshot", model.model_id, len(history.changes))
+        self._parked.discard(model.model_id)
         if (snapshot := history.snapshot) is not None:
             assert model.adapter is not None
             await self._link.execute(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from gateway.scheduling.admission import answer_without_cell, estimated_cost
+from gateway.scheduling.admission import answer_without_cell, estimated_cost, other_base
 from gateway.scheduling.backlog import Backlog
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_epoch import CellEpoch
@@ -155,15 +155,21 @@ class Turns:
         if self._is_held(queue, head):
             self._fair.withdraw(model.tenant, model.model_id)
             return
-        self._fair.offer(model.tenant, model.model_id, estimated_cost(head.request))
+        self._fair.offer(model.tenant, model.model_id, estimated_cost(head.request), self._stays(queue))
         self._wake.set()
 
     def _is_held(self, queue: ModelQueue, head: Future) -> bool:
-        """Whether the head of the queue must wait for a save that is being written; asked again when its turn comes."""
-        head.waiting_for = self._publications.reason_to_wait(
-            queue, head.request, is_resident=queue.model.model_id in self._residency
-        ) or _foreign(queue, self._link.hello)
+        """Whether the head of the queue must wait; asked again when its turn comes."""
+        is_resident = queue.model.model_id in self._residency
+        reason = self._publications.reason_to_wait(queue, head.request, is_resident)
+        head.waiting_for = reason or other_base(queue.model, self._link.hello)
         return head.waiting_for is not None
+
+    def _stays(self, queue: ModelQueue) -> bool:
+        """Whether the model had better go on before it loses its slot: its gradient is lost with it."""
+        hello = self._link.hello
+        is_full = hello is not None and len(self._residency) >= hello.slots
+        return is_full and queue.history.has_gradient
 
     async def _run(self) -> None:
         while not self.is_stopping:
@@ -209,6 +215,7 @@ class Turns:
         try:
             answer = await self._execution.answer(queue, future)
         except CellLost:
+            self._epoch.interrupted = future
             self.put_back(queue, future)
             return
         if queue.running is future:
@@ -268,8 +275,7 @@ class Turns:
 
     def _on_durable(self, future: Future, answer: Success | CommandFailed) -> None:
         self._futures.finish(future, answer)
-        if future.attempts:
-            self._link.acknowledge(command_id_of(future.request_id))
+        self._link.acknowledge(command_id_of(future.request_id))
 
     def _on_lost(self, hello: Hello) -> None:
         self._epoch.lose(hello)
@@ -278,8 +284,8 @@ class Turns:
                 self.advance(queue)
 
     def on_task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            log.critical("the task that runs commands ended by a bug", exc_info=task.exception())
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            log.critical("the task that runs commands ended by a bug", exc_info=bug)
             self.is_stopping = True
             self._futures.release_waiters()
             self._on_crash()
@@ -291,10 +297,3 @@ def _poison(future: Future) -> CommandFailed:
         f"the trainer cell was lost {future.attempts} times while it ran this command, which is not tried again: it "
         "may need more memory or time than there is; the model is as it was before",
     )
-
-
-def _foreign(queue: ModelQueue, hello: Hello | None) -> str | None:
-    digest = queue.model.base_digest
-    if hello is None or digest is None or digest == hello.base_model.digest:
-        return None
-    return f"its base model {queue.model.base_model} is not the one that is served now"

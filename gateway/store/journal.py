@@ -113,10 +113,6 @@ class Journal:
         """Durable within about a second, and no later than any later write."""
         self._note(request_id, {"told_moment": moment, "told": told}, is_lazy=True)
 
-    def note_signs(self, signs: Mapping[str, float]) -> None:
-        """signs: of sessions by id, when each was last heard of. Durable as `note_told`."""
-        self._writer.put(partial(writes.note_signs, signs=dict(signs)), is_lazy=True)
-
     def complete(
         self,
         request_id: str,
@@ -134,6 +130,12 @@ class Journal:
             on_durable,
             num_bytes=len(outcome),
         )
+
+    def answer(self, request_id: str, outcome: bytes, finished: float, on_durable: Callback) -> None:
+        """As `complete`, of a command that changes no model and has no turn among a model's."""
+        values = {"turn": -1, "finished": finished}
+        write = partial(writes.answer, request_id=request_id, values=values, outcome=outcome)
+        self._writer.put(write, on_durable, num_bytes=len(outcome))
 
     def note_snapshot(self, model_id: str, version: str, turn: int, on_durable: Callback) -> None:
         """Drops the payloads of the finished commands whose effect it holds."""

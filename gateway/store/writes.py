@@ -36,12 +36,6 @@ def finish_session(connection: Connection, session: SessionRecord) -> None:
     _one(connection, _by_id(sessions), session.session_id, values)
 
 
-def note_signs(connection: Connection, signs: Mapping[str, float]) -> None:
-    if signs:
-        rows = [{"id": session_id, "last_sign": last_sign} for session_id, last_sign in signs.items()]
-        connection.execute(_by_id(sessions), rows)
-
-
 def insert_command(connection: Connection, command: CommandRecord, model: ModelRecord | None) -> None:
     if model is not None:
         connection.execute(models.insert(), msgspec.structs.asdict(model))
@@ -70,10 +64,15 @@ def complete(
     connection: Connection, request_id: str, values: Mapping[str, object], outcome: bytes, model: ModelRecord
 ) -> None:
     """Of `model` are taken the facts and the last request: the rest is the journal's own, or never changes."""
+    answer(connection, request_id, values, outcome)
+    _one(connection, _by_id(models), model.model_id, {"facts": model.facts, "last_request": model.last_request})
+
+
+def answer(connection: Connection, request_id: str, values: Mapping[str, object], outcome: bytes) -> None:
+    """Of a command that changes no model."""
     note_command(connection, request_id, values)
     connection.execute(outcomes.delete().where(outcomes.c.request_id == request_id))
     _put(connection, outcomes, request_id, outcome)
-    _one(connection, _by_id(models), model.model_id, {"facts": model.facts, "last_request": model.last_request})
 
 
 def note_snapshot(connection: Connection, model_id: str, version: str, turn: int) -> None:

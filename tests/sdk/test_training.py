@@ -192,22 +192,6 @@ def test_a_wrong_key_and_anothers_checkpoint_are_told_at_once(
             other.create_training_client_from_state(path).result()
 
 
-def test_a_lost_cell_is_told_and_a_load_brings_the_model_back(
-    gateway: RunningGateway, service: tinker.ServiceClient
-) -> None:
-    assert gateway.cell is not None
-    client = new_client(service)
-    train(client, 3)
-    path = client.save_state("one").result().path
-    saved = probe(client)
-    gateway.cell.kill()
-    gateway.attach_cell()
-    with pytest.raises(tinker.RequestFailedError, match="load a checkpoint"):
-        client.forward_backward(batch(3), "cross_entropy").result()
-    resumed = service.create_training_client_from_state_with_optimizer(path).result()
-    assert probe(resumed) == saved
-
-
 def test_a_client_is_warned_that_optimizers_are_not_restored(
     gateway: RunningGateway, caplog: pytest.LogCaptureFixture
 ) -> None:

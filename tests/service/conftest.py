@@ -29,8 +29,8 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def _running(state: Path, *options: str, ranks: int = 1) -> Iterator[RunningService]:
-    # Many tests share it, and their clients end as programs that die do: without a word that frees a slot.
-    service = RunningService(state, "--slots", "1000", *options, ranks=ranks)
+    # Many tests share it, and their clients end as programs that die do: more models than slots take turns in them.
+    service = RunningService(state, *options, ranks=ranks)
     try:
         yield service.start()
         assert service.stop() == 0, "".join(service.log)

@@ -36,7 +36,7 @@ class RunningService:
         self.state = state
         self.checkpoints = state / "checkpoints"
         self._options = (
-            *("--base-model", base_model, "--ranks", str(ranks), "--state", str(state), "--port", "0"),
+            *("--base-model", base_model, "--ranks", str(ranks), "--state", str(state)),
             *("--api-key", f"{API_KEY}=alice", "--api-key", f"{OTHER_KEY}=bob"),
             *options,
         )
@@ -44,12 +44,13 @@ class RunningService:
         self._clients: list[tinker.ServiceClient] = []
         self.log: deque[str] = deque(maxlen=2000)
         self.url = ""
+        self._port = "0"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> RunningService:
-        """Start and wait for the ready line."""
+        """Start and wait for the ready line; at the same address as before, for clients that are still there."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gateway.cli", "serve", *self._options],
+            [sys.executable, "-m", "gateway.cli", "serve", "--port", self._port, *self._options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,6 +64,7 @@ class RunningService:
             self.log.append(line)
             if line.startswith("cellgate ready "):
                 self.url = line.split()[-1]
+                self._port = self.url.rpartition(":")[2]
                 break
         watchdog.cancel()
         assert self.url, "the service did not come up:\n" + "".join(self.log)
@@ -97,8 +99,12 @@ class RunningService:
         return [top, *top.children(recursive=True)]
 
     def kill_everything(self) -> None:
-        """SIGKILL to every process at once, and wait until all are gone; fine when they are already."""
+        """The service's processes, and whatever its clients are."""
         self.end_clients()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every process at once, and wait until all are gone; fine when they are already."""
         if self._process is None or self._process.poll() is not None:
             return
         processes = self.everything()

@@ -1,10 +1,12 @@
-"""SIGKILL at random moments of a save: the name is absent, or holds the old state or the new one, and loads."""
+"""SIGKILL at random moments of training and saving: the client notices nothing but time, and what its save replaces is
+there, old or new, all the while."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +15,8 @@ import tinker
 from tests.service.conftest import Serve
 from tests.service.running import RunningService
 from tests.service.state import State, read_state
-from tests.service.training import train
+from tests.service.test_resume import new_model
+from tests.service.training import ADAM, batch, logprobs_of
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 
 pytestmark = [pytest.mark.cell, pytest.mark.timeout(900)]
@@ -53,74 +56,70 @@ KILLS: list[Kill] = [
     [(2, [kill_the_gateway, kill_a_rank, kill_the_cell])]
     + [pytest.param(ranks, KILLS, marks=pytest.mark.full) for ranks in (1, 2)],
 )
-def test_a_save_that_is_killed_leaves_the_old_state_or_the_new_one(serve: Serve, ranks: int, kills: list[Kill]) -> None:
+def test_a_client_under_fire_goes_on_and_ends_where_an_undisturbed_one_does(
+    serve: Serve, ranks: int, kills: list[Kill]
+) -> None:
     service = serve(ranks=ranks)
     pick = random.Random(ranks)
-    model = service.client().create_lora_training_client(base_model="cellgate/tiny", rank=32, seed=1).result()
-    good = model.save_state("good").result().path
-    save_s = timed_save(model)
+    undisturbed, model = new_model(service), new_model(service)
+    known: dict[str, State] = {}
     for number, kill in enumerate(pick.sample(kills, len(kills))):
-        good = one_round(service, good, number, kill, pick, save_s)
-        service.end_clients()
+        one_round(service, undisturbed, model, number, kill, pick, known)
+    for path, state in known.items():
+        assert read_state(service.checkpoints, path).same_as(state), "what was told stays"
     assert service.stop() == 0
 
 
 def one_round(
     service: RunningService,
-    good: str,
+    undisturbed: tinker.TrainingClient,
+    model: tinker.TrainingClient,
     number: int,
     kill: Kill,
     pick: random.Random,
-    save_s: float,
-) -> str:
-    """Load `good`, train a step, save it under fire; returns the address of a good later state."""
-    model = service.client().create_training_client_from_state_with_optimizer(good).result()
-    overwrites = number % 2 == 0
-    old = read_state(service.checkpoints, model.save_state("target").result().path) if overwrites else None
-    train(model, range(number, number + 1))
-    new_path = model.save_state("new").result().path
-    pending = model.save_state("target", overwrite=overwrites)
-    time.sleep(pick.random() * save_s)
+    known: dict[str, State],
+) -> None:
+    """Both models take two steps with a save of a name in between, which every other round is of a checkpoint."""
+    began = time.monotonic()
+    expected = answers(send_round(undisturbed, number))
+    whole_s = time.monotonic() - began
+    new = read_state(service.checkpoints, expected[2])
+    path = expected[2].replace(undisturbed.model_id, model.model_id)
+    old = None
+    if number % 2 == 0:
+        assert model.save_state(f"target{number}").result().path == path
+        old = read_state(service.checkpoints, path)
+    pending = send_round(model, number)
+    time.sleep(pick.random() * whole_s)
     gone = kill(service, pick)
-    acknowledged = was_acknowledged(pending)
     psutil.wait_procs(gone, timeout=30)
-    service.wait_until_ready()
-    new = read_state(service.checkpoints, new_path)
-    found = state_of(service, new_path.replace("/new", "/target"))
-    if acknowledged:
-        assert found is not None
-        assert found.same_as(new)
+    found = state_of(service, path)
     assert found is None or found.same_as(new) or (old is not None and found.same_as(old)), (number, kill)
     assert old is None or found is not None, (number, kill)
-    return next_save_works(service, new_path, found)
+    told = answers(pending)
+    assert told == [*expected[:2], path, *expected[3:]], (number, kill)
+    known[path] = read_state(service.checkpoints, path)
+    assert known[path].same_as(new), (number, kill)
+    service.wait_until_ready()
 
 
-def was_acknowledged(pending: tinker.APIFuture[tinker.types.SaveWeightsResponse]) -> bool:
-    """Whether the client was told that the save is there; failing in any way is its right, hanging is not."""
-    try:
-        pending.result(timeout=60)
-    except (tinker.TinkerError, ValueError):
-        return False
-    return True
+def send_round(model: tinker.TrainingClient, number: int) -> list[tinker.APIFuture[Any]]:
+    """All of it before any of it is answered."""
+    pending: list[tinker.APIFuture[Any]] = []
+    for step in (2 * number, 2 * number + 1):
+        pending += [model.forward_backward(batch(step), "cross_entropy"), model.optim_step(ADAM)]
+        if step == 2 * number:
+            pending.append(model.save_state(f"target{number}", overwrite=number % 2 == 0))
+    return pending
 
 
-def next_save_works(service: RunningService, new_path: str, found: State | None) -> str:
-    resumed = service.client().create_training_client_from_state_with_optimizer(new_path).result()
-    again = resumed.save_state("target").result().path
-    assert read_state(service.checkpoints, again).same_as(read_state(service.checkpoints, new_path))
-    if found is not None:
-        listed = service.client().create_rest_client().list_user_checkpoints(limit=1000).result().checkpoints
-        assert new_path.replace("/new", "/target") in {checkpoint.tinker_path for checkpoint in listed}
-    return again
+def answers(pending: list[tinker.APIFuture[Any]]) -> list[Any]:
+    """Log-probabilities, metrics, a path, log-probabilities, metrics. Neither failing nor hanging is anyone's right."""
+    first, first_step, saved, second, second_step = (future.result(timeout=120) for future in pending)
+    return [logprobs_of(first), first_step.metrics, saved.path, logprobs_of(second), second_step.metrics]
 
 
 def state_of(service: RunningService, uri: str) -> State | None:
     if Vault(service.checkpoints).resolve(CheckpointAddress.parse(uri)) is None:
         return None
     return read_state(service.checkpoints, uri)
-
-
-def timed_save(model: tinker.TrainingClient) -> float:
-    start = time.monotonic()
-    model.save_state("timed").result()
-    return time.monotonic() - start

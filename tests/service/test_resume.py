@@ -23,20 +23,23 @@ def new_model(service: RunningService, seed: int = 7, rank: int = 8) -> tinker.T
     return service.client().create_lora_training_client(base_model="cellgate/tiny", rank=rank, seed=seed).result()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_after_sigkill_of_everything_a_resumed_model_takes_the_step_of_one_that_never_stopped(
-    serve: Serve, ranks: int
-) -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_after_sigkill_of_everything_a_model_takes_the_step_of_one_that_never_stopped(serve: Serve, ranks: int) -> None:
     service = serve(ranks=ranks)
-    uninterrupted = new_model(service)
-    train(uninterrupted, range(3))
+    uninterrupted, live = new_model(service), new_model(service)
+    train(uninterrupted, range(3)), train(live, range(3))
     saved = uninterrupted.save_state("saved").result().path
     weights_before = probe(uninterrupted)
+    uninterrupted.forward_backward(batch(8), "cross_entropy").result()
     next_logprobs = train_step(uninterrupted, 3)
-    after = save(service, uninterrupted, "after")
-    service.kill_everything()
+    after_both = save(service, uninterrupted, "after-both")
+    live.forward_backward(batch(8), "cross_entropy").result()  # half of a window, when everything ends
+    service.kill()
 
     service.start()
+    # Who was there before goes on, gradients and all, and who comes anew goes on from the checkpoint.
+    assert train_step(live, 3) == next_logprobs
+    assert save(service, live, "after-both").same_as(after_both)
     client = service.client()
     via_load = client.create_training_client_from_state_with_optimizer(saved).result()
     in_place = client.create_lora_training_client(base_model="cellgate/tiny", rank=8, seed=99).result()
@@ -45,7 +48,9 @@ def test_after_sigkill_of_everything_a_resumed_model_takes_the_step_of_one_that_
         assert save(service, model, "resumed").same_as(read_state(service.checkpoints, saved))
         assert probe(model) == weights_before
         assert train_step(model, 3) == next_logprobs
-        assert save(service, model, "after").same_as(after)
+    after = save(service, via_load, "after")
+    assert save(service, in_place, "after").same_as(after)
+    assert not after.same_as(after_both)
 
     weights_only = client.create_training_client_from_state(saved).result()
     assert probe(weights_only) == weights_before
@@ -168,6 +173,7 @@ def test_resuming_again_and_again_counts_each_step_once(service: RunningService)
     assert steps == [2, 4, 6]
 
 
+@pytest.mark.full
 def test_the_optimizer_can_be_kept_out_of_loads_and_of_saves_by_the_operator(serve: Serve) -> None:
     service = serve()
     trained = new_model(service)

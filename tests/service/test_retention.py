@@ -11,7 +11,7 @@ from tests.service.state import read_state
 from tests.service.training import train
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 
-pytestmark = pytest.mark.cell
+pytestmark = [pytest.mark.cell, pytest.mark.full]
 
 QUOTA = 4_000_000
 

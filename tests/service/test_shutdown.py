@@ -50,7 +50,9 @@ def first_ranks(service: RunningService) -> list[psutil.Process]:
     raise AssertionError("no rank came up")
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize(
+    "delay_s", [pytest.param(0.0, marks=pytest.mark.full), 0.15, pytest.param(1.0, marks=pytest.mark.full)]
+)
 def test_ranks_that_are_just_starting_end_with_a_service_that_is_killed(
     starting: RunningService, delay_s: float
 ) -> None:

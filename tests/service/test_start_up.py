@@ -24,7 +24,7 @@ from trainer_cell.vault.layout import CheckpointAddress, Vault
 
 pytestmark = pytest.mark.cell
 
-MODEL = "startup:train:0"
+MODEL, SECOND = "startup:train:0", "startup:train:1"
 
 
 def directory_of(service: RunningService, uri: str) -> Path:
@@ -66,8 +66,17 @@ def test_a_copied_checkpoint_goes_on_as_the_first_tenants_model(
     resumed = service.client().create_training_client_from_state_with_optimizer(written).result()
     assert save(service, resumed, "by-the-sdk").same_as(state)
     assert service.stop() == 0
+    # It stays, as far as it has come; another start with the option makes another model.
+    service.start()
+    models = Rest(service).get("/v1/models")["models"]
+    found = [(one["id"], one["iteration"]) for one in models if one["id"].startswith("startup:")]
+    assert found == [(SECOND, 2), (MODEL, 3)]
+    assert Training(service, SECOND).rate() == rate
+    assert started.rate() == undisturbed.rate()
+    assert service.stop() == 0
 
 
+@pytest.mark.full
 def test_without_an_optimizer_in_it_everything_else_is_restored_and_the_owner_is_warned(
     one_rank: RunningService, serve: Serve, tmp_path: Path
 ) -> None:
@@ -128,6 +137,7 @@ def serve_in_vain(state: Path, *options: str) -> tuple[int, str, list[str]]:
     return ended.returncode, ended.stdout, ended.stderr.splitlines()
 
 
+@pytest.mark.full
 def test_an_adapter_too_large_for_the_service_ends_it_with_the_reason_and_makes_no_fresh_one(
     one_rank: RunningService, tmp_path: Path
 ) -> None:

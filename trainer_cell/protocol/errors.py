@@ -36,6 +36,7 @@ class ErrorKind(StrEnum):
     SAVE_BUFFERS_FULL = "save_buffers_full"
     CELL_LOST = "cell_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    OUT_OF_MEMORY = "out_of_memory"
 
 
 _USER_KINDS = frozenset(

@@ -21,6 +21,7 @@ from trainer_cell.training.gradients import gathering
 from trainer_cell.training.inputs import check_adam, read_sequences
 from trainer_cell.training.losses import Loss, Tokens, find_loss
 from trainer_cell.training.lr_schedule import scheduled
+from trainer_cell.training.memory import check_memory
 from trainer_cell.training.packing import Row, pack, share, tokens_per_row
 from trainer_cell.training.slots import Slot
 
@@ -95,6 +96,8 @@ def _prepare(base: Base, command: ForwardBackward) -> tuple[list[Row], LossOfRow
     mine = share(lengths, base.layout.data)[parallel_state.get_data_parallel_rank()]
     limit = tokens_per_row(sum(lengths[index] for index in mine), base.layout.pipeline)
     rows = pack(sequences, mine, base.device, limit)
+    if not command.forward_only:
+        check_memory(base, rows)
     return rows, partial(_loss_of_row, base, loss)
 
 

@@ -22,6 +22,7 @@ from gateway.scheduling.imports import Imports
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.sweeper import Sweeper
 from gateway.store.journal import Journal
+from gateway.store.records import Stored
 from tests.fakes.fake_cell import FakeCell
 from tests.gateway.http.listening import Listening, listening
 from trainer_cell.vault.collect import Collector
@@ -133,7 +134,7 @@ def running_gateway(
     quota_bytes: int | None = None,
     rules: Rules | None = None,
     sweep_interval_s: float = 3600,
-    imports: Callable[[Scheduler], Imports] | None = None,
+    imports: Callable[[Scheduler, Stored], Imports] | None = None,
 ) -> Iterator[RunningGateway]:
     """With a cell attached, unless told otherwise, and without imports. rules: recovers the root and sweeps, as a
     service does."""
@@ -143,12 +144,13 @@ def running_gateway(
     catalog = Catalog(vault, tenant_digester(b"secret"), quota_bytes)
     journal = Journal.open(f"sqlite:///{directory / 'journal.sqlite3'}")
     scheduler = Scheduler(CellLink(socket_path), catalog, journal)
-    scheduler.restore(journal.load())
+    stored = journal.load()
+    scheduler.restore(stored)
     sweeper = None
     if rules is not None:
         collector = Collector(vault, rules, catalog.inventory)
         sweeper = Sweeper(vault, collector, sweep_interval_s, recover(vault), least_pause_s=0.02)
-    app = create_app(scheduler, KEYS, limits, sweeper, imports(scheduler) if imports else None)
+    app = create_app(scheduler, KEYS, limits, sweeper, imports(scheduler, stored) if imports else None)
     try:
         with listening(app, lambda config: Server(config, app), port) as where:
             running = RunningGateway(app, scheduler, where, socket_path, vault.root)

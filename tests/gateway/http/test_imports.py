@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 
 from gateway.scheduling.imports import Imports
 from gateway.scheduling.requests import ImportRequest
+from gateway.scheduling.scheduler import Scheduler
+from gateway.store.records import Stored
 from tests.gateway.http.running import Client, RunningGateway, running_gateway
 from tests.gateway.http.test_rest import new_model, wait, write
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
@@ -23,12 +25,16 @@ class StandIn:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, ImportRequest]] = []
+        self.ids: list[str] = []
         self.running = self.most_running = 0
         self.answer: StateSaved | CommandFailed = StateSaved("", "v", 5, 9, True, 123)
         self.go = asyncio.Event()
 
-    async def run(self, tenant: str, model_id: str, request: ImportRequest) -> StateSaved | CommandFailed:
+    async def run(
+        self, tenant: str, model_id: str, request: ImportRequest, command_id: str
+    ) -> StateSaved | CommandFailed:
         self.asked.append((tenant, model_id, request))
+        self.ids.append(command_id)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -51,13 +57,20 @@ class Importing:
         self.gateway.where.loop.call_soon_threadsafe(self.child.go.set)
 
 
+def imports_of(allowed: Path, child: StandIn) -> Callable[[Scheduler, Stored], Imports]:
+    def make(scheduler: Scheduler, stored: Stored) -> Imports:
+        imports = Imports(scheduler.futures, scheduler.journal, [allowed], child.run)
+        imports.restore(stored)
+        return imports
+
+    return make
+
+
 @pytest.fixture
 def importing(directory: Path) -> Iterator[Importing]:
     allowed, child = directory / "allowed", StandIn()
     (allowed / "adapter").mkdir(parents=True)
-    with running_gateway(
-        directory, imports=lambda scheduler: Imports(scheduler.futures, [allowed], child.run)
-    ) as gateway:
+    with running_gateway(directory, imports=imports_of(allowed, child)) as gateway:
         yield Importing(gateway, child, allowed)
 
 
@@ -198,15 +211,24 @@ def test_an_import_may_be_of_a_model_of_ones_own_and_of_nobody_elses(importing: 
         assert (refused.status_code, refused.json()["type"]) == (404, "not_found")
 
 
-def test_when_the_gateway_goes_down_imports_end_and_say_so(importing: Importing) -> None:
-    first, second = (post(importing.alice, importing.allowed, name=name) for name in ("a", "b"))
-    while not importing.child.running:
-        importing.alice.get(first.headers["location"])
-    imports = importing.gateway.app.state.gateway.imports
-    importing.gateway.where.run(imports.stop())
-    for answer in (first, second):
-        done = importing.alice.get(answer.headers["location"])
-        assert (done["state"], done["error"]["kind"]) == ("failed", "cell_lost")
-    assert importing.child.running == 0
-    refused = post(importing.alice, importing.allowed)
-    assert (refused.status_code, refused.json()["type"]) == (503, "stopping")
+def test_an_import_that_a_gateway_left_is_done_by_the_next_under_the_same_id(directory: Path) -> None:
+    allowed, children = directory / "allowed", [StandIn(), StandIn()]
+    allowed.mkdir()
+    answers = []
+    with running_gateway(directory, imports=imports_of(allowed, children[0])) as gateway:
+        answers = [post(gateway.alice, allowed, key=name, name=name) for name in ("a", "b")]
+        while not children[0].running:
+            gateway.alice.get(answers[0].headers["location"])
+        gateway.where.run(gateway.app.state.gateway.imports.stop())
+        assert children[0].running == 0
+        assert gateway.alice.get(answers[0].headers["location"])["state"] == "running"
+        refused = post(gateway.alice, allowed)
+        assert (refused.status_code, refused.json()["type"]) == (503, "stopping")
+    with running_gateway(directory, imports=imports_of(allowed, children[1])) as gateway:
+        gateway.where.loop.call_soon_threadsafe(children[1].go.set)
+        for answer in answers:
+            assert wait(gateway.alice, answer.headers["location"])["state"] == "succeeded"
+        assert children[0].ids + children[1].ids == [children[1].ids[0], *children[1].ids]
+        again = post(gateway.alice, allowed, key="a", name="a")
+        assert again.json()["id"] == answers[0].json()["id"]
+        assert len(children[1].asked) == 2

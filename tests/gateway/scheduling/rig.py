@@ -15,6 +15,7 @@ from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.futures import Future
 from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.journal_rows import session_record
 from gateway.scheduling.requests import (
     CreateFromCheckpointRequest,
     CreateRequest,
@@ -54,7 +55,9 @@ class Rig:
         ]
 
     def session(self, tenant: str = "alice") -> str:
-        return self.scheduler.sessions.open(tenant).session_id
+        session = self.scheduler.sessions.open(tenant)
+        self.scheduler.journal.open_session(session_record(session), lambda: None, lambda why: None)
+        return session.session_id
 
     async def model(self, tenant: str = "alice", **options: Any) -> str:
         """The id of a fresh model that is ready."""

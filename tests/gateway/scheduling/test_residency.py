@@ -105,3 +105,32 @@ async def test_what_waits_runs_before_its_model_is_parked(tmp_path: Path) -> Non
         for future in queued:
             await succeeded(future)
         assert cell.count(ForwardBackward) >= 5
+
+
+async def test_a_model_with_an_open_gradient_goes_on_before_it_gives_its_slot_away(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path, slots=1) as (gateway, cell):
+        models = [await gateway.model() for _ in range(3)]
+        hold = cell.hold_next(ForwardBackward)
+        step = (forward_backward(1), forward_backward(2), optim_step())
+        futures = [future for model in models for future in gateway.submit(model, *step, *step)]
+        await reached(hold)
+        await futures[-1].accepted()
+        hold.release()
+        for future in futures:
+            await succeeded(future)
+        # None was accumulated a second time.
+        assert cell.count(ForwardBackward) == 12
+
+
+async def test_a_model_that_never_steps_starves_no_other_of_its_tenant(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path, slots=1) as (gateway, cell):
+        greedy, other = await gateway.model(), await gateway.model()
+        hold = cell.hold_next(ForwardBackward)
+        endless = gateway.submit(greedy, *[forward_backward(1)] * 60)
+        await reached(hold)
+        (one,) = gateway.submit(other, forward_backward(2))
+        await one.accepted()
+        hold.release()
+        await succeeded(one)
+        assert not endless[-1].is_done
+        await succeeded(endless[-1])

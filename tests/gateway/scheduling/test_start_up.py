@@ -120,3 +120,21 @@ async def test_the_wait_ends_when_the_gateway_goes_down(tmp_path: Path) -> None:
         made = await start(gateway, path)
         await gateway.scheduler.stop(grace_s=0)
         await within(made)
+
+
+async def test_each_start_makes_a_model_of_its_own_and_one_that_never_came_about_is_made_by_the_next(
+    tmp_path: Path,
+) -> None:
+    path = await saved(tmp_path)
+    async with rig(tmp_path) as gateway:
+        await start(gateway, path)  # and no cell comes
+    for made_so_far in (1, 2):
+        async with rig(tmp_path) as gateway:
+            made = await start(gateway, path)
+            with gateway.cell():
+                await within(made)
+                models = [one for one in gateway.scheduler.models("alice") if one.session_id == "startup"]
+                assert [one.model_id for one in models] == [f"startup:train:{n}" for n in reversed(range(made_so_far))]
+                assert [one.iteration for one in models] == [2, 3][:made_so_far]
+                gateway.submit(models[0].model_id, forward_backward(), optim_step())
+                await succeeded(gateway.scheduler.submit("alice", models[0].model_id, None, save("later")))

@@ -42,7 +42,6 @@ async def test_everything_that_was_noted_is_there_after_a_restart(tmp_path: Path
         first.journal.note_turn(create.request_id, 0)
         await first.complete(create, 0, a_model(facts=b"made"), b"created")
         first.journal.note_told(create.request_id, 2, 3001.0)
-        first.journal.note_signs({"session-1": 1234.5})
         ended = msgspec.structs.replace(a_session(), finish_reason="success", finish_detail="bye", last_sign=1234.5)
         first.journal.finish_session(ended, lambda: None)
     found = await stored(tmp_path)

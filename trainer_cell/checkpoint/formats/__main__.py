@@ -73,6 +73,7 @@ def _import(options: argparse.Namespace) -> tuple[str, dict[str, object]]:
             quota=None if options.quota is None else ByteQuota(*options.quota),
             iteration=options.iteration,
             weights=options.weights,
+            command_id=options.command_id,
         )
     )
     if not options.json:
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     imports.add_argument("--within", type=Path)
     imports.add_argument("--iteration", type=int, default=0)
     imports.add_argument("--weights", type=Path)
+    imports.add_argument("--command-id")
     imports.add_argument("--quota", type=int, nargs=2, metavar=("USED", "LIMIT"))
     for switch in ("--overwrite", "--weights-only", "--no-load-optim", "--trust-pickle"):
         imports.add_argument(switch, action="store_true")

@@ -29,7 +29,7 @@ _ONE_PROCESS = Layout(world=1, tensor=1, pipeline=1, data=1)
 @dataclass(frozen=True)
 class Destination:
     """Under which name and for whom an import is published, and over which base model it is. quota: the tenant's;
-    iteration: where the import does not tell its own."""
+    iteration: where the import does not tell its own; command_id: what its manifest says it was made by."""
 
     address: CheckpointAddress
     overwrite: bool
@@ -38,6 +38,7 @@ class Destination:
     base_digest: str
     quota: ByteQuota | None = None
     iteration: int = 0
+    command_id: str | None = None
 
 
 def publish(vault: Vault, foreign: Foreign, destination: Destination) -> tuple[str, Manifest]:
@@ -70,7 +71,7 @@ def _write(
         raise
     counters, address = foreign.counters, destination.address
     manifest = Manifest(
-        command_id=f"import-{new_ulid()}",
+        command_id=destination.command_id or f"import-{new_ulid()}",
         model_id=address.model_id,
         kind=address.kind,
         name=address.name,

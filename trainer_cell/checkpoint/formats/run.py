@@ -32,6 +32,7 @@ class ImportJob:
     with_optimizer: False leaves moments and masters behind; iteration and scheduler come along all the same.
     within: the source and all its files must lie there; trust_pickle: unpickle whatever there is; quota: the tenant's.
     iteration: of a source that does not tell. weights: a Megatron checkpoint that has the base model's.
+    command_id: what the checkpoint's manifest says it was made by; None: an id of its own.
     """
 
     source: Path
@@ -49,6 +50,7 @@ class ImportJob:
     quota: ByteQuota | None = None
     iteration: int = 0
     weights: Path | None = None
+    command_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def run_import(job: ImportJob) -> Imported:
     shape, (base_name, base_digest) = read_shape(base), identify(base)
     foreign = _read(chosen, source, shape, base_digest, job)
     destination = Destination(
-        job.address, job.overwrite, job.tenant_digest, base_name, base_digest, job.quota, job.iteration
+        job.address, job.overwrite, job.tenant_digest, base_name, base_digest, job.quota, job.iteration, job.command_id
     )
     version, manifest = publish(vault, foreign, destination)
     return Imported(

@@ -1,0 +1,84 @@
+"""What must be so when everything has come to rest."""
+
+from __future__ import annotations
+
+from gateway.store.records import CommandRecord
+from tests.gateway.scheduling.rig import forward_backward
+from tests.gateway.scheduling.stateful.clients import Clients, ClientsModel, Sent
+from tests.gateway.scheduling.stateful.reference import Reference
+from tests.gateway.scheduling.stateful.world import World
+from trainer_cell.vault.layout import CheckpointAddress, Vault
+
+# In simulated time; a number that never comes is sealed within it, a save published, a model brought back.
+PATIENCE_S = 2000.0
+CRASHES_TO_GIVE_UP = 3
+
+
+def let_it_rest(world: World, clients: Clients) -> None:
+    """Nothing goes wrong any more, and clients send again what they do not know to be accepted."""
+    world.heal()
+    end = world.clock.now + PATIENCE_S
+    while True:
+        assert world.clock.now < end, f"not answered: {_starving(world, clients)}"
+        world.start_gateway()
+        world.start_cell()
+        world.run(for_s=1.0)
+        clients.poll()
+        if all(sent.is_told for sent in clients.all() if sent.state == "accepted") and not clients.to_send:
+            return
+        for sent in clients.to_send:
+            clients.send(sent)
+
+
+def _starving(world: World, clients: Clients) -> list[str]:
+    gateway = world.gateway
+    assert gateway is not None
+    found = []
+    for sent in clients.all():
+        if not sent.is_told:
+            future = gateway.scheduler.futures.find(sent.request_id or "")
+            state = future and (future.state, future.attempts, future.turn, future.waiting_for)
+            found.append(f"{sent.model.model_id} {sent.seq_id} {type(sent.request).__name__} {sent.state} {state}")
+    return found
+
+
+def check(world: World, clients: Clients) -> None:
+    gateway = world.gateway
+    assert gateway is not None
+    rows: dict[str, dict[str, CommandRecord]] = {}
+    for row in gateway.journal.load().commands:
+        rows.setdefault(row.model_id, {})[row.request_id] = row
+    faulty = {command_id for cell in world.cells for command_id in cell.faulty}
+    for client in clients.models:
+        if client.sent[0].state == "accepted":
+            of_model = rows.pop(client.model_id)
+            for sent in client.all:
+                is_there = sent.request_id in of_model
+                assert is_there == (sent.state == "accepted"), (
+                    f"{sent.state} {sent.request} is in the journal: {is_there}"
+                )
+            reference = Reference(client, of_model, faulty, world.crashes >= CRASHES_TO_GIVE_UP)
+            _check_disk(world, client, reference)
+            if not reference.is_over:
+                _check_slot(world, clients, client, reference)
+    assert not rows, "commands of models that nobody has asked for"
+
+
+def _check_disk(world: World, client: ClientsModel, reference: Reference) -> None:
+    vault = Vault(world.root)
+    for name, (_, version) in reference.saved.items():
+        assert vault.resolve(CheckpointAddress(client.model_id, "weights", name)) == version
+
+
+def _check_slot(world: World, clients: Clients, client: ClientsModel, reference: Reference) -> None:
+    probe = Sent(client, None, forward_backward(only=True), f"probe of {client.model_id} {world.clock.now}")
+    clients.send(probe)
+    let_it_rest(world, clients)
+    assert world.cell is not None
+    # It may have been parked since.
+    found = world.cell.slots.models.get(client.model_id) or world.cell.last_seen[client.model_id]
+    expected = reference.model
+    assert expected is not None
+    parts = ("weight", "momentum", "step", "iteration", "pending")
+    told = [(getattr(found, part), getattr(expected, part)) for part in parts]
+    assert all(one == other for one, other in told), f"{client.model_id}: {list(zip(parts, told, strict=True))}"

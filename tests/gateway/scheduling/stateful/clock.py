@@ -1,0 +1,67 @@
+"""Time that passes only when nothing else can happen, and what is to happen at which time of it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+_READ_BY = (
+    "gateway.scheduling.history",
+    "gateway.scheduling.execution",
+    "gateway.scheduling.upkeep",
+    "gateway.scheduling.restored",
+    "gateway.scheduling.steady_clock",
+    "gateway.store.writer",
+    "trainer_cell.vault.locks",
+)
+
+
+class Clock:
+    """now: seconds. Has what modules take from `time`, so that it can stand in for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Whoever polls a lock so blocks the others: nothing else happens meanwhile, so it need not poll often."""
+        self.now += 100 * seconds
+
+    def time(self) -> float:
+        return time.time()
+
+    def later(self, delay_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), event))
+
+    def advance(self, limit: float | None) -> bool:
+        """To the next event, which happens, or to `limit` if that is earlier; False when nothing is to come at all."""
+        if self._events and (limit is None or self._events[0][0] <= limit):
+            due, _, event = heapq.heappop(self._events)
+            self.now = max(self.now, due)
+            event()
+            return True
+        if limit is not None:
+            self.now = max(self.now, limit)
+        return limit is not None
+
+    def advance_due(self) -> None:
+        """What is to happen now does."""
+        while self._events and self._events[0][0] <= self.now:
+            self.advance(self.now)
+
+    @contextmanager
+    def told_to_all(self) -> Iterator[None]:
+        """Within the block it is the time of the gateway and of the vault."""
+        with pytest.MonkeyPatch.context() as patch:
+            for module in _READ_BY:
+                patch.setattr(f"{module}.time", self)
+            yield

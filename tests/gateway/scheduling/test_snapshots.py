@@ -1,0 +1,130 @@
+"""When a model is given a recovery snapshot, and what it spares."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from gateway.scheduling.requests import UnloadRequest
+from gateway.scheduling.snapshot_rules import SnapshotRules
+from tests.fakes.fake_cell import FakeCell
+from tests.gateway.scheduling.rig import (
+    Rig,
+    forward_backward,
+    load,
+    optim_step,
+    path_of,
+    rig,
+    save,
+    succeeded,
+    until,
+    within,
+)
+from trainer_cell.protocol.commands import CreateModel, ForwardBackward, LoadState, SaveState
+from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+from trainer_cell.vault.layout import CheckpointAddress
+
+EVERY_TWO = SnapshotRules(steps=2)
+
+
+async def train(gateway: Rig, model: str, steps: int, first: int = 1) -> None:
+    for step in range(steps):
+        for future in gateway.submit(model, forward_backward(step), optim_step(), first=first + 2 * step):
+            await succeeded(future)
+
+
+def snapshots(cell: FakeCell) -> int:
+    return sum(isinstance(command, SaveState) and command.kind == "recovery" for command in cell.commands)
+
+
+def version_of(gateway: Rig, model: str) -> str | None:
+    return gateway.vault.resolve(CheckpointAddress(model, "recovery", "latest"))
+
+
+async def snapshot_noted(gateway: Rig, model: str, turn: int) -> None:
+    def is_noted() -> bool:
+        (record,) = (one for one in gateway.scheduler.journal.load().models if one.model_id == model)
+        return record.snapshot_turn >= turn
+
+    await until(is_noted)
+
+
+async def test_a_model_in_training_is_given_one_every_so_many_steps(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            await train(gateway, model, 7)
+            await snapshot_noted(gateway, model, 12)
+            assert snapshots(cell) == 3
+
+
+async def test_what_it_holds_is_not_done_again_and_its_data_are_dropped(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            await train(gateway, model, 5)
+            await snapshot_noted(gateway, model, 8)
+            trained = copy.copy(cell.slots.models[model])
+        rows = gateway.scheduler.journal.load().commands
+        data = await gateway.scheduler.journal.payloads([row.request_id for row in rows])
+        assert set(data) == {row.request_id for row in rows if row.operation == "forward_backward" and row.turn == 9}
+        with gateway.cell() as second:
+            await succeeded(gateway.scheduler.submit("alice", model, 11, forward_backward(only=True)))
+            assert second.slots.models[model] == trained
+            assert [second.count(kind) for kind in (CreateModel, LoadState, ForwardBackward)] == [0, 1, 2]
+
+
+async def test_after_a_load_what_was_read_is_needed_no_longer(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            for future in gateway.submit(model, forward_backward(), optim_step(), save(), load(path_of(model))):
+                await succeeded(future)
+            await snapshot_noted(gateway, model, 4)
+            assert snapshots(cell) == 1
+
+
+async def test_one_that_fails_harms_nothing_and_is_not_tried_at_each_step(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            cell.fail_next(SaveState, CommandFailed(ErrorKind.STORAGE_FAILED, "ENOSPC"))
+            await train(gateway, model, 8)
+            assert snapshots(cell) == 1
+            trained = copy.copy(cell.slots.models[model])
+        with gateway.cell() as second:
+            await succeeded(gateway.scheduler.submit("alice", model, 17, forward_backward(only=True)))
+            assert second.slots.models[model] == trained
+
+
+@pytest.mark.parametrize("is_orderly", [True, False], ids=["stopped", "killed first"])
+async def test_an_orderly_stop_leaves_nothing_to_be_done_again(tmp_path: Path, is_orderly: bool) -> None:
+    async with rig(tmp_path) as gateway:
+        with gateway.cell() as cell:
+            await within(gateway.link.ready.wait())
+            model = await gateway.model()
+            await train(gateway, model, 3)
+            await succeeded(gateway.scheduler.submit("alice", model, 7, forward_backward(9)))
+            trained = copy.copy(cell.slots.models[model])
+            if is_orderly:
+                await gateway.scheduler.stop(20)
+    async with rig(tmp_path) as gateway:
+        with gateway.cell() as cell:
+            await succeeded(gateway.scheduler.submit("alice", model, 8, forward_backward(only=True)))
+            assert cell.slots.models[model] == trained
+            # The gradient that was open is accumulated again; without a snapshot everything is.
+            assert cell.count(ForwardBackward) == (2 if is_orderly else 5)
+
+
+async def test_clients_neither_see_nor_touch_them_and_an_unloaded_model_leaves_none(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell():
+            model = await gateway.model()
+            await train(gateway, model, 2)
+            await snapshot_noted(gateway, model, 4)
+            assert version_of(gateway, model) is not None
+            assert await gateway.scheduler.catalog.list("alice") == []
+            await succeeded(gateway.scheduler.submit("alice", model, None, UnloadRequest()))
+            await until(lambda: version_of(gateway, model) is None)
