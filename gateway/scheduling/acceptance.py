@@ -15,10 +15,11 @@ from gateway.scheduling.requests import Request
 from gateway.scheduling.sessions import SessionBook
 from gateway.scheduling.turns import Turns
 from gateway.store.journal import Journal, JournalUnavailable
+from gateway.store.records import CommandRecord
 
 
 class Acceptance:
-    """keys: what the plain REST face tells retries by."""
+    """keys: what the plain REST face tells retries by. orphans: commands in the journal whose models are not."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Acceptance:
         turns: Turns,
     ) -> None:
         self.keys = KeyBook()
+        self.orphans: list[CommandRecord] = []
         self._journal = journal
         self._sessions = sessions
         self._futures = futures
@@ -56,18 +58,30 @@ class Acceptance:
             self.keys.accept(model.tenant, key, future.request_id, key_digest)
         self._backlog.enter(model.tenant, future.payload_bytes)
         queue.reserve(future, seq_id, digest)
+        record = command_record(future, seq_id, digest, key, key_digest)
         self._journal.accept(
-            command_record(future, seq_id, digest, key, key_digest),
+            record,
             model_record(queue) if future.operation == "create" else None,
-            partial(self._on_accepted, queue, future, seq_id),
+            partial(self._on_accepted, queue, future, seq_id, record),
             partial(self._on_not_accepted, queue, future, seq_id, key),
         )
         return future
 
-    def _on_accepted(self, queue: ModelQueue, future: Future, seq_id: int | None) -> None:
+    def _on_accepted(self, queue: ModelQueue, future: Future, seq_id: int | None, record: CommandRecord) -> None:
+        if self._queues.get(future.model_id) is not queue:
+            # Its model's create was in a transaction that failed, and this in the one after.
+            why = JournalUnavailable(f"model {future.model_id} could not be put into the journal")
+            self._journal.withdraw(record, partial(self._on_not_accepted, queue, future, seq_id, record.key, why))
+            return
         future.accept()
         queue.place(future, seq_id)
         self._turns.advance(queue)
+
+    def withdraw_orphans(self) -> None:
+        """Before anything is accepted: their numbers may be spent again, and by then they are gone."""
+        for record in self.orphans:
+            self._journal.withdraw(record, _nobody_waits)
+        self.orphans.clear()
 
     def _on_not_accepted(
         self, queue: ModelQueue, future: Future, seq_id: int | None, key: str | None, why: JournalUnavailable
@@ -82,6 +96,10 @@ class Acceptance:
         self._backlog.leave(future.tenant, future.payload_bytes)
         self._futures.withdraw(future)
         future.refuse(Unavailable(str(why)))
+
+
+def _nobody_waits() -> None:
+    """They were refused, or nobody was told anything."""
 
 
 def _key_digest(model_id: str, digest: bytes) -> bytes:

@@ -162,3 +162,10 @@ def other_base(model: Model, hello: Hello | None) -> str | None:
     if hello is None or model.base_digest is None or model.base_digest == hello.base_model.digest:
         return None
     return f"its base model {model.base_model} is not the one that is served now"
+
+
+def poison(num_lost: int) -> CommandFailed:
+    """The answer of a command that ended so many cells."""
+    reason = f"the trainer cell was lost {num_lost} times while it ran this command, which is not tried again: "
+    reason += "it may need more memory or time than there is; the model is as it was before"
+    return CommandFailed(ErrorKind.CELL_LOST, reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -111,6 +112,19 @@ class Captures:
     def adopt(self, queue: ModelQueue, future: Future, flight: Flight, epoch: str) -> None:
         """A save that a cell publishes for a gateway that is no more."""
         self._begin(queue, self._publish(queue, future, self._dispatcher.adopted(future, flight, epoch)))
+
+    def see_out(self, flight: Flight) -> None:
+        """A save that the cell publishes for nobody any more: until it is over it takes the room of another."""
+        task = asyncio.create_task(self._until_landed(flight), name=f"seeing out {flight.command_id}")
+        self._publications.begin(flight.command_id, task)
+        task.add_done_callback(self._turns.on_task_done)
+
+    async def _until_landed(self, flight: Flight) -> None:
+        with suppress(CommandFailed, CellLost):
+            await flight.outcome()
+        self._link.acknowledge(flight.command_id)
+        for one in self._publications.end(flight.command_id):
+            self._turns.advance(one)
 
     async def snapshot(self, queue: ModelQueue) -> None:
         """Begin a recovery snapshot of a resident model; nothing when one of its saves is under way, or the journal

@@ -83,8 +83,9 @@ class CellEpoch:
         for outcome in hello.outcomes:
             self._hear(outcome, hello, captured)
         for command_id in hello.publishing:
-            if (future := self._futures.find(request_id_of(command_id))) is not None:
-                self._take_captured(self._queues[future.model_id], captured)
+            future = self._futures.find(request_id_of(command_id))
+            if future is not None and (queue := self._queues.get(future.model_id)) is not None:
+                self._take_captured(queue, captured)
         kept = [resident for resident in hello.models if self._agrees(resident, hello)]
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
@@ -92,7 +93,8 @@ class CellEpoch:
         for resident in kept:
             self._keep(self._queues[resident.model_id], hello, is_first)
         self._acquit(is_same_life)
-        self._link.leave_unadopted()
+        for flight in self._link.unadopted():
+            self._execution.captures.see_out(flight)
         await self._settle_saves(hello)
         if not is_same_life:
             await self._sweep()

@@ -16,7 +16,6 @@ import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -165,15 +164,11 @@ class CellLink:
         """A save that the attached cell was publishing when it said hello."""
         return self._unadopted.pop(command_id)
 
-    def leave_unadopted(self) -> None:
-        """Nobody asks for the other saves the cell was publishing: their outcomes are acknowledged when they come."""
-        for command_id, flight in self._unadopted.items():
-            flight.answer.add_done_callback(partial(self._acknowledge_answer, command_id))
+    def unadopted(self) -> list[Flight]:
+        """The other saves that the cell was publishing; nobody asks for them any more."""
+        flights = list(self._unadopted.values())
         self._unadopted.clear()
-
-    def _acknowledge_answer(self, command_id: str, answer: asyncio.Future[Success | Failed]) -> None:
-        if answer.exception() is None:
-            self.acknowledge(command_id)
+        return flights
 
     def acknowledge(self, command_id: str) -> None:
         """Its outcome is in the journal, or nobody's: the cell need not remember it. Sent with others, soon."""

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 from gateway.scheduling.admission import load_address
 from gateway.scheduling.model_queue import ModelQueue
-from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest, Request, SaveRequest
+from gateway.scheduling.requests import CreateFromCheckpointRequest, LoadRequest, Request, SaveRequest, UnloadRequest
 
 
 class Publications:
-    """At most one for each model: a model's saves are published in the order they came.
+    """At most one for each model: a model's saves are published in the order they came. One of nobody's goes by its
+    command id.
 
     A save that finds no memory for its capture waits until another is published; only its own model waits with it.
     """
@@ -61,7 +62,8 @@ class Publications:
 
     def _reason(self, queue: ModelQueue, request: Request) -> str | None:
         match request:
-            case SaveRequest() if queue.model.model_id in self._tasks:
+            case SaveRequest() | UnloadRequest() if queue.model.model_id in self._tasks:
+                # Until then it may have to be made once more, of a model that must still be there.
                 return "an earlier save of this model is being written"
             case SaveRequest() if self._is_full and self._tasks:
                 return "other saves are being written and hold all buffers"

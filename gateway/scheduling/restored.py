@@ -30,7 +30,8 @@ class Restored:
     """Fills the books it is given; blocks for the disk. Checkpoint versions that a model may still need are leased, so
     it comes before anything is recovered or collected.
 
-    queues: in the order in which their models were made. plain_sessions: by tenant.
+    queues: in the order in which their models were made. plain_sessions: by tenant. orphans: commands of models whose
+    create was refused, which were refused themselves or are to be.
     """
 
     def __init__(self, stored: Stored, vault: Vault, sessions: SessionBook, futures: FutureBook, keys: KeyBook) -> None:
@@ -53,6 +54,8 @@ class Restored:
         for model in sorted(stored.models, key=lambda model: model.number):
             if not is_of_import(model):
                 self.queues.append(self._restore(model))
+        known = {model.model_id for model in stored.models}
+        self.orphans = [command for command in stored.commands if command.model_id not in known]
 
     def waiting(self, queue: ModelQueue) -> list[Future]:
         """The model's futures without an answer."""

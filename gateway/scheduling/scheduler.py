@@ -141,9 +141,11 @@ class Scheduler:
                 self._backlog.enter(future.tenant, future.payload_bytes)
             self._num_models = max(self._num_models, queue.model.number)
         self.visits.plain_sessions |= restored.plain_sessions
+        self._acceptance.orphans = restored.orphans
 
     async def start(self) -> None:
         """Listen for a cell and begin to run commands; raises what `CellLink.start` does."""
+        self._acceptance.withdraw_orphans()
         for queue in self._queues.values():
             self._turns.advance(queue)
         await self._turns.start()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from gateway.scheduling.admission import answer_without_cell, estimated_cost, other_base
+from gateway.scheduling.admission import answer_without_cell, estimated_cost, other_base, poison
 from gateway.scheduling.backlog import Backlog
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.cell_epoch import CellEpoch
@@ -26,7 +26,7 @@ from gateway.scheduling.residency import Residency
 from gateway.scheduling.snapshot_rules import SnapshotRules
 from gateway.scheduling.steady_clock import steady_time
 from gateway.store.journal import Journal
-from trainer_cell.protocol.errors import CommandFailed, ErrorKind
+from trainer_cell.protocol.errors import CommandFailed
 from trainer_cell.protocol.outcomes import Hello, Success
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Turns:
             head = queue.ready[0]
             answer = answer_without_cell(queue.model, head.request, self._is_away(queue))
             if answer is None and head.attempts >= MOST_ATTEMPTS:
-                answer = _poison(head)
+                answer = poison(head.attempts)
             if answer is None:
                 self._offer(queue, head)
                 return
@@ -160,7 +160,8 @@ class Turns:
 
     def _is_held(self, queue: ModelQueue, head: Future) -> bool:
         """Whether the head of the queue must wait; asked again when its turn comes."""
-        reason = self._publications.reason_to_wait(queue, head.request, queue.model.model_id in self._residency)
+        is_resident = queue.model.model_id in self._residency
+        reason = self._publications.reason_to_wait(queue, head.request, is_resident)
         head.waiting_for = reason or other_base(queue.model, self._link.hello)
         return head.waiting_for is not None
 
@@ -244,10 +245,9 @@ class Turns:
         model = queue.model
         if future.turn is None:
             future.turn = queue.next_turn()
-        if future is queue.unsettled:
+        is_settled_now = future is queue.unsettled
+        if is_settled_now:
             queue.unsettled, queue.must_save_again = None, False
-            for one in self._publications.release():
-                self.advance(one)
         note_facts(queue, future, answer)
         note_change(queue, future, answer)
         if model.is_over:
@@ -266,6 +266,9 @@ class Turns:
         )
         if model.is_over:
             self._journal.drop_model(model.model_id)
+        if is_settled_now:
+            for one in self._publications.release():
+                self.advance(one)
 
     def _end(self, queue: ModelQueue) -> None:
         """The model is over: nothing of it need be brought back."""
@@ -290,11 +293,3 @@ class Turns:
             self.is_stopping = True
             self._futures.release_waiters()
             self._on_crash()
-
-
-def _poison(future: Future) -> CommandFailed:
-    return CommandFailed(
-        ErrorKind.CELL_LOST,
-        f"the trainer cell was lost {future.attempts} times while it ran this command, which is not tried again: it "
-        "may need more memory or time than there is; the model is as it was before",
-    )

@@ -89,6 +89,10 @@ class Journal:
             num_bytes=len(command.payload or b"") + len(command.request),
         )
 
+    def withdraw(self, command: CommandRecord, on_durable: Callback) -> None:
+        """As if it had not been accepted."""
+        self._writer.put(partial(writes.delete_command, command=command, model=None), on_durable)
+
     def open_session(self, session: SessionRecord, on_durable: Callback, on_failed: OnFailed) -> None:
         """As `accept`."""
         self._writer.put(

@@ -20,20 +20,21 @@ from gateway.store.errors import JournalUnavailable
 from gateway.store.journal import Journal
 from gateway.store.writer import Queued
 from tests.fakes.fake_cell import FakeCell
+from tests.fakes.hold import Killed
 from tests.gateway.scheduling.rig import SECRET, Rig, create, done, until
 from tests.gateway.scheduling.stateful.process import ProcessDisk
 from trainer_cell.vault.layout import Vault
 
 
 class Life(Rig):
-    """is_stuck: from when it is set on nothing more becomes durable."""
+    """is_stuck: from when it is set on nothing more becomes durable. transact: how the writer tries a batch."""
 
     def __init__(self, socket_path: Path, root: Path, **options: Any) -> None:
         self.is_stuck = False
         self._disk = ProcessDisk(lambda: None)
         self.journal = Journal.open(f"sqlite:///{root / 'journal.sqlite3'}")
         writer = self.journal._writer
-        self._transact, self._ended = writer._transact, threading.Event()
+        self.transact, self._ended = writer._transact, threading.Event()
         writer._transact = self._transact_unless_stuck  # type: ignore[method-assign]
         vault, link = Vault(root / "checkpoints", self._disk), CellLink(socket_path)
         scheduler = Scheduler(link, Catalog(vault, tenant_digester(SECRET)), self.journal, **options)
@@ -42,7 +43,7 @@ class Life(Rig):
 
     def _transact_unless_stuck(self, batch: Sequence[Queued]) -> JournalUnavailable | None:
         if not self.is_stuck:
-            return self._transact(batch)
+            return self.transact(batch)
         self._ended.wait()
         return JournalUnavailable("the process is no more")
 
@@ -61,7 +62,7 @@ class Life(Rig):
         for task in (turns._task, upkeep._task, *turns._publications.tasks):
             assert task is not None
             task.cancel()
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError, Killed):
                 await task
         assert self.link._server is not None
         self.link._server.close()
@@ -79,10 +80,14 @@ class Life(Rig):
 
     async def made(self, seed: int = 7, session: str | None = None) -> str:
         """The id of a model that lasts."""
-        at = session or await self.opened()
-        future = self.scheduler.submit_create("alice", at, 0, create(seed=seed))
+        future = await self.created(seed, session)
         await done(future)
         return future.model_id
+
+    async def created(self, seed: int = 7, session: str | None = None) -> Future:
+        """The making of a model, once it is accepted."""
+        at = session or await self.opened()
+        return await self.scheduler.submit_create("alice", at, 0, create(seed=seed)).accepted()
 
     def again(self, future: Future) -> Future:
         """What this gateway knows of a future of another's."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from gateway.scheduling.errors import SequenceConflict, UnknownModel
 from gateway.scheduling.requests import UnloadRequest
 from gateway.scheduling.snapshot_rules import SnapshotRules
-from tests.fakes.fake_cell import FakeCell
-from tests.gateway.scheduling.lives import Life, lives
+from tests.gateway.scheduling.lives import lives
 from tests.gateway.scheduling.rig import (
     create,
     failed,
@@ -33,16 +30,7 @@ from trainer_cell.protocol.commands import (
     ForwardBackward,
     LoadState,
     OptimStep,
-    SaveState,
 )
-from trainer_cell.vault.layout import CheckpointAddress, Vault
-from trainer_cell.vault.manifest import read_manifest
-
-
-async def attached(gateway: Life, cell: FakeCell) -> None:
-    await until(lambda: gateway.scheduler.is_ready)
-    assert gateway.scheduler.hello is not None
-    assert gateway.scheduler.hello.epoch == cell.epoch
 
 
 async def test_models_that_the_cell_still_has_are_adopted_as_they_are(tmp_path: Path) -> None:
@@ -97,67 +85,6 @@ async def test_an_outcome_that_was_not_durable_yet_is_asked_of_the_cell_again(tm
             assert (await succeeded(gateway.again(step))).step == 1
             await succeeded(gateway.again(done_first))
             assert [type(command) for command in cell.executed] == [CreateModel, ForwardBackward, OptimStep]
-
-
-async def test_a_save_that_is_being_published_is_adopted(tmp_path: Path) -> None:
-    async with lives(tmp_path) as machine:
-        gateway = machine.gateway
-        with gateway.cell() as cell:
-            model = await gateway.made()
-            hold = cell.hold_next_publish()
-            saving, _, step = gateway.submit(model, save(), forward_backward(), optim_step())
-            await succeeded(step)
-            gateway = await machine.next(cell)
-            assert gateway.again(saving).state == "writing"
-            hold.release()
-            saved = await succeeded(gateway.again(saving))
-            assert read_manifest(gateway.version_dir(saved)).step == 0
-            assert (cell.count(SaveState), cell.count(ForgetModels)) == (1, 0)
-            assert (await succeeded(gateway.scheduler.submit("alice", model, 4, save("later")))).step == 1
-
-
-async def test_a_save_whose_capture_was_not_on_record_yet_is_adopted_too(tmp_path: Path) -> None:
-    async with lives(tmp_path) as machine:
-        gateway = machine.gateway
-        with gateway.cell() as cell:
-            model = await gateway.made()
-            hold = cell.hold_next_publish()
-            held = cell.hold_next(SaveState)
-            saving = await gateway.scheduler.submit("alice", model, 1, save()).accepted()
-            await reached(held)
-            gateway.is_stuck = True
-            held.release()
-            await reached(hold)
-            await until(lambda: saving.turn is not None)
-            gateway = await machine.next(cell)
-            hold.release()
-            saved = await succeeded(gateway.again(saving))
-            assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
-            assert len([command for command in cell.executed if isinstance(command, SaveState)]) == 1
-
-
-@pytest.mark.parametrize("has_cell", [True, False], ids=["the cell lives", "both die"])
-async def test_a_save_that_was_published_while_no_gateway_lived_is_settled(tmp_path: Path, has_cell: bool) -> None:
-    async with lives(tmp_path) as machine:
-        gateway = machine.gateway
-        with gateway.cell() as cell:
-            model = await gateway.made()
-            hold = cell.hold_next_publish()
-            saving = gateway.scheduler.submit("alice", model, 1, save())
-            await until(lambda: saving.state == "writing")
-            await succeeded(gateway.scheduler.submit("alice", model, 2, forward_backward()))
-            await gateway.end()
-            hold.release()
-            disk = Vault(gateway.vault.root)
-            await until(lambda: disk.resolve(CheckpointAddress(model, "weights", "n")) is not None)
-            if not has_cell:
-                await asyncio.to_thread(cell.kill)
-            gateway = await machine.start()
-            with ExitStack() as stack:
-                alive = cell if has_cell else stack.enter_context(gateway.cell())
-                saved = await succeeded(gateway.again(saving))
-                assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
-                assert alive.count_saves(model) == (1 if has_cell else 0)
 
 
 async def test_with_the_cell_dead_too_every_model_is_brought_back(tmp_path: Path) -> None:
@@ -290,3 +217,24 @@ async def test_numbers_that_came_before_a_lower_one_are_not_run_again(tmp_path: 
             assert [await succeeded(gateway.again(future)) for future in late] == outcomes
             assert cell.count(ForwardBackward) == 4
             assert gateway.scheduler.model("alice", model).pending == 0
+
+
+async def test_what_the_cell_did_after_a_dropped_gradient_is_done_again_where_the_drop_is_not_on_record(
+    tmp_path: Path,
+) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            hold = cell.hold_next(ForwardBackward)
+            _, _, after = gateway.submit(model, forward_backward(loss="no such"), optim_step(), forward_backward())
+            await reached(hold)
+            await after.accepted()
+            gateway.is_stuck = True
+            hold.release()
+            await until(lambda: cell.slots.models[model].pending == 3)
+            gateway = await machine.next(cell)
+            await succeeded(gateway.again(after))
+            assert cell.slots.models[model].pending == 3
+            # Nor does the cell remember for ever what it said.
+            await succeeded(gateway.scheduler.submit("alice", model, 4, optim_step()))

@@ -19,6 +19,7 @@ from tests.gateway.scheduling.rig import (
     rig_with_cell,
     save,
     succeeded,
+    until,
     within,
 )
 from trainer_cell.protocol.commands import SaveState
@@ -93,17 +94,6 @@ async def test_a_load_waits_for_the_save_it_may_be_about(tmp_path: Path) -> None
         assert (await succeeded(loading)).step == (await succeeded(making)).step == 1
 
 
-async def test_a_model_can_be_unloaded_while_its_save_is_written(tmp_path: Path) -> None:
-    async with rig_with_cell(tmp_path, slots=64) as (gateway, cell):
-        model = await gateway.model()
-        hold = cell.hold_next_publish()
-        saving, unloading = gateway.submit(model, save(), UnloadRequest())
-        await reached(hold)
-        await succeeded(unloading)
-        hold.release()
-        assert read_manifest(gateway.version_dir(await succeeded(saving))).name == "n"
-
-
 async def test_saves_in_the_air_are_settled_when_the_cell_goes(tmp_path: Path) -> None:
     async with rig(tmp_path) as gateway:
         with gateway.cell() as cell:
@@ -132,3 +122,19 @@ async def test_an_orderly_stop_waits_for_the_saves_that_are_written(tmp_path: Pa
         hold.release()
         await within(stopping)
         assert (await done(saving)).state == "succeeded"
+
+
+async def test_an_unload_waits_for_the_save_before_it_which_is_made_again_if_need_be(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model, other = await gateway.model(), await gateway.model()
+        cell.hold_next_publish()
+        _, _, saving, unload = gateway.submit(model, forward_backward(), optim_step(), save(), UnloadRequest())
+        await gateway.captured(saving)
+        await succeeded(gateway.scheduler.submit("alice", other, 1, forward_backward()))
+        assert (unload.state, unload.waiting_for) == ("queued", "an earlier save of this model is being written")
+        await asyncio.to_thread(cell.kill)
+        await until(lambda: not gateway.link.ready.is_set())
+        with gateway.cell() as second:
+            assert read_manifest(gateway.version_dir(await succeeded(saving))).step == 1
+            await succeeded(unload)
+            assert model not in second.slots.models

@@ -127,10 +127,11 @@ def test_values_that_are_not_finite_come_back_from_a_snapshot_bit_for_bit(
 ) -> None:
     run = start(layout)
     model = run.model
-    step = model.optim_step()
-    ruinous = msgspec.structs.replace(step.adam, learning_rate=1e37, weight_decay=1e30)
-    run.cell.execute(model.forward_backward(DATA[2]))
-    run.cell.do(msgspec.structs.replace(step, adam=ruinous), OptimStepDone)
+    # Weights of about ten, and then a decay by the largest factor there is.
+    for rate, decay in ((10.0, 0.0), (1e37, 30.0)):
+        run.cell.execute(model.forward_backward(DATA[2]))
+        ruinous = msgspec.structs.replace(model.optim_step().adam, learning_rate=rate, weight_decay=decay)
+        run.cell.do(msgspec.structs.replace(model.optim_step(), adam=ruinous), OptimStepDone)
     version, ruined = run.snapshot()
     assert ruined.manifest.non_finite
     # The control: what a client could not load, a client cannot save.

@@ -42,11 +42,16 @@ class Gateways(Protocol):
     def dial(self, cell: SimulatedCell) -> Connection | None:
         """None while nobody listens."""
 
+    def has_asked(self, command_id: str) -> bool:
+        """Whether a client has asked for the command: it is none that brings a model back."""
+
 
 class SimulatedCell:
-    """command_s / publish_s: how long the next command, the next publish takes. die_at: it is killed before so many
-    more calls to the disk. last_seen: models as they are, or were when they lost their slots. faults: so many
-    forward_backwards to come fail by no fault of theirs; faulty: their ids."""
+    """command_s / publish_s: how long the next command, the next publish takes.
+
+    die_at: it is killed before so many more calls to the disk. faults: so many forward_backwards to come fail by no
+    fault of theirs; faulty: their ids. last_seen: models as they are, or were when they lost their slots.
+    """
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class SimulatedCell:
         self.last_seen |= self.slots.models
         self._is_busy = False
         try:
-            if isinstance(command, ForwardBackward) and self.faults:
+            if isinstance(command, ForwardBackward) and self.faults and self._gateways.has_asked(command.command_id):
                 self.faults -= 1
                 self.faulty.add(command.command_id)
                 raise CommandFailed(ErrorKind.RANK_FAILED, "by no fault of its own")

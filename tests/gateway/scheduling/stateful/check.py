@@ -81,4 +81,6 @@ def _check_slot(world: World, clients: Clients, client: ClientsModel, reference:
     assert expected is not None
     parts = ("weight", "momentum", "step", "iteration", "pending")
     told = [(getattr(found, part), getattr(expected, part)) for part in parts]
-    assert all(one == other for one, other in told), f"{client.model_id}: {list(zip(parts, told, strict=True))}"
+    assert all(one == other for one, other in told), (
+        f"{client.model_id}: {list(zip(parts, told, strict=True))}, {probe.told!r}"
+    )

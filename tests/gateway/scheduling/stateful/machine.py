@@ -200,8 +200,11 @@ class Programs(RuleBasedStateMachine):
         self.world.kill_cell()
         self._restart(restarts)
 
-    @rule(restarts=st.booleans())
-    def kill_gateway(self, restarts: bool) -> None:
+    @rule(restarts=st.booleans(), steps=st.integers(0, 50), is_polled=st.booleans())
+    def kill_gateway(self, restarts: bool, steps: int, is_polled: bool) -> None:
+        self.world.run(steps=steps)
+        if is_polled:
+            self.clients.poll()
         self.world.kill_gateway()
         self._restart(restarts)
 

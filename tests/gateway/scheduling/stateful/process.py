@@ -11,6 +11,7 @@ from typing import TypeVar
 from gateway.store.callbacks import Callback
 from gateway.store.errors import JournalUnavailable
 from gateway.store.writer import Refusal, Write, Writer
+from tests.fakes.hold import Killed
 from tests.gateway.scheduling.stateful.clock import Clock
 from trainer_cell.vault.disk import Disk
 
@@ -29,7 +30,7 @@ class ProcessDisk(Disk):
         # Closing frees locks: the kernel does that for the dead too.
         if operation != "close":
             if self._is_over:
-                raise SystemExit
+                raise Killed
             self._work()
         result = super().call(operation, path, act)
         if operation in ("create", "open") and isinstance(result, int):

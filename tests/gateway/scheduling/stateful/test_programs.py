@@ -8,14 +8,14 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.gateway.scheduling.stateful.machine import Programs
 
-_SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30, database=None)
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30, database=None)
 
 
 def test_no_program_of_clients_and_crashes_loses_or_repeats_anything() -> None:
-    run_state_machine_as_test(Programs, settings=settings(_SETTINGS, max_examples=60, derandomize=True))
+    run_state_machine_as_test(Programs, settings=settings(SETTINGS, max_examples=30, derandomize=True))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_none_of_many_long_programs_does_either() -> None:
-    run_state_machine_as_test(Programs, settings=settings(_SETTINGS, max_examples=3000, stateful_step_count=80))
+    run_state_machine_as_test(Programs, settings=settings(SETTINGS, max_examples=3000, stateful_step_count=80))

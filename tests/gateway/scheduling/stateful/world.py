@@ -15,7 +15,7 @@ from sqlalchemy import make_url
 
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.futures import FutureBook
-from gateway.scheduling.identity import tenant_digester
+from gateway.scheduling.identity import request_id_of, tenant_digester
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.sessions import SessionBook
 from gateway.scheduling.snapshot_rules import SnapshotRules
@@ -154,6 +154,10 @@ class World:
         connection = Connection(self.clock, self.short_s, cell, gateway.loop)
         gateway.connect(connection)
         return connection
+
+    def has_asked(self, command_id: str) -> bool:
+        futures = self.gateway.scheduler.futures if self.gateway is not None else None
+        return futures is not None and futures.find(request_id_of(command_id)) is not None
 
     def note_bug(self) -> None:
         self.bugs.append("the gateway ended by a bug")
