@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from gateway.scheduling.cell_link import CellLink
+from gateway.scheduling.cell_link import CellLink, CellLost
 from gateway.scheduling.execution import Execution
 from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.identity import command_id_of, new_command_id, request_id_of
@@ -63,6 +63,8 @@ class CellEpoch:
     def lose(self, hello: Hello) -> None:
         """The connection ended. Whether the cell did too shows when one dials again."""
         self.is_settled = False
+        # Who waited for something else meanwhile must not go on with the next cell, which is to be taken on first.
+        self._link.is_barred = True
         self._residency.clear()
         log.warning("cell epoch %s was lost", hello.epoch)
 
@@ -79,6 +81,9 @@ class CellEpoch:
         while tasks := self._publications.tasks:
             # Of the cell before: they look at the disk, and end.
             await asyncio.wait(tasks)
+        if self._link.hello is not hello:
+            raise CellLost("the trainer cell was lost before it was taken on")
+        self._link.is_barred = False
         captured = {*hello.publishing, *(said.command_id for said in hello.outcomes if isinstance(said, StateSaved))}
         for outcome in hello.outcomes:
             self._hear(outcome, hello, captured)

@@ -96,6 +96,7 @@ class CellLink:
     """Listens at `socket_path`, whose directory is made 0700 if it is not there.
 
     hello: what the attached cell said, None while there is none; `ready` is set exactly while it is not None.
+    is_barred: nothing is to be sent to whoever is attached, as if nobody were.
     on_attached / on_lost: called with the cell's hello in the event loop, at once.
     """
 
@@ -103,6 +104,7 @@ class CellLink:
         self.socket_path = socket_path
         self.hello: Hello | None = None
         self.ready = asyncio.Event()
+        self.is_barred = False
         self.on_attached: Callable[[Hello], None] = lambda hello: None
         self.on_lost: Callable[[Hello], None] = lambda hello: None
         self._server: asyncio.Server | None = None
@@ -187,7 +189,7 @@ class CellLink:
     ) -> Flight:
         """Until the ranks are free of it."""
         writer = self._attached
-        if writer is None:
+        if writer is None or self.is_barred:
             raise CellLost("no trainer cell is attached")
         assert self._on_ranks is None, "one command at a time"
         flight = self._on_ranks = self._flights[command.command_id] = Flight(command.command_id, on_progress)

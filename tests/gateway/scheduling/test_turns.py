@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,17 @@ from gateway.scheduling import slots
 from gateway.scheduling.errors import InvalidRequest
 from gateway.scheduling.model_queue import MOST_AHEAD
 from gateway.store.errors import JournalUnavailable
-from tests.gateway.scheduling.rig import forward_backward, reached, rig, rig_with_cell, save, succeeded, until
+from tests.gateway.scheduling.rig import (
+    create,
+    forward_backward,
+    optim_step,
+    reached,
+    rig,
+    rig_with_cell,
+    save,
+    succeeded,
+    until,
+)
 
 
 async def test_a_number_far_ahead_of_all_others_is_refused(tmp_path: Path) -> None:
@@ -63,6 +73,30 @@ async def test_a_model_waits_for_a_journal_that_cannot_be_read_just_now(
         with gateway.cell():
             await succeeded(gateway.scheduler.submit("alice", model, 2, forward_backward()))
             assert failures < 0
+
+
+async def test_a_cell_that_dialled_again_is_told_nothing_before_it_is_taken_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the gateway would believe the hello of before that."""
+    async with rig_with_cell(tmp_path, slots=2) as (gateway, cell):
+        first, second = await gateway.model(), await gateway.model()
+        for model in (first, second):
+            for future in gateway.submit(model, forward_backward(), optim_step()):
+                await succeeded(future)
+        journal, waiting = gateway.scheduler.journal, list[Callable[[], None]]()
+        monkeypatch.setattr(journal, "when_written", waiting.append)
+        third = gateway.scheduler.submit_create("alice", gateway.session(), 0, create())
+        await until(lambda: bool(waiting))
+        hello = gateway.link.hello
+        cell.drop_connection()
+        await until(lambda: gateway.link.hello not in (None, hello))
+        monkeypatch.undo()
+        for written in waiting:
+            written()
+        await succeeded(third)
+        for model in (first, second):
+            await succeeded(gateway.scheduler.submit("alice", model, 3, forward_backward()))
 
 
 async def test_a_cell_remembers_nothing_of_what_the_gateway_did_on_its_own(tmp_path: Path) -> None:
