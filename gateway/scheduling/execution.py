@@ -16,7 +16,13 @@ from gateway.scheduling.durable import durable
 from gateway.scheduling.futures import Future
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
-from gateway.scheduling.requests import CreateFromCheckpointRequest, CreateRequest, SaveRequest, UnloadRequest
+from gateway.scheduling.requests import (
+    CreateFromCheckpointRequest,
+    CreateRequest,
+    LoadRequest,
+    SaveRequest,
+    UnloadRequest,
+)
 from gateway.scheduling.residency import Residency
 from gateway.scheduling.slots import Slots
 from gateway.scheduling.snapshot_rules import SnapshotRules
@@ -60,7 +66,9 @@ class Execution:
         if hello is None:
             raise CellLost("the trainer cell was lost before the command was sent")
         is_first = isinstance(future.request, CreateRequest | CreateFromCheckpointRequest | UnloadRequest)
-        if not is_first and queue.model.model_id not in self._residency:
+        # A load gives the model another state: it need not have the one that was lost.
+        is_rescue = queue.model.state == "lost" and isinstance(future.request, LoadRequest)
+        if not (is_first or is_rescue) and queue.model.model_id not in self._residency:
             if (failure := await self._bring_back(queue, hello)) is not None:
                 return failure
         await self._note_attempt(future)
@@ -69,7 +77,10 @@ class Execution:
                 if future.attempts > 1 and (saved := await self.dispatcher.made_before(future)) is not None:
                     return saved
                 return await self.captures.save(queue, future)
-            return await self.dispatcher.run(queue, future, hello)
+            outcome = await self.dispatcher.run(queue, future, hello)
+            if is_rescue:
+                queue.history.start_anew()
+            return outcome
         except CommandFailed as failure:
             return failure
 

@@ -123,6 +123,11 @@ class History:
         """One failed: another is not tried at once."""
         self.next_try_s = time.monotonic() + RETRY_S
 
+    def start_anew(self) -> None:
+        """What comes next gives the model a state that needs nothing of what was before."""
+        self.end()
+        self.is_broken = False
+
     def end(self) -> None:
         """The model is over."""
         self._release(change.lease for change in self.changes)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import datetime
 from typing import Literal
 
 from gateway.scheduling.effects import note_change
@@ -17,6 +18,7 @@ from gateway.scheduling.model_queue import KeyBook, ModelQueue
 from gateway.scheduling.recovery_snapshots import SnapshotAhead, newest_snapshot
 from gateway.scheduling.requests import RejectedRequest
 from gateway.scheduling.sessions import Session, SessionBook
+from gateway.scheduling.steady_clock import steady_time
 from gateway.scheduling.visits import PLAIN_REST
 from gateway.store.records import CommandRecord, ModelRecord, Stored
 from trainer_cell.protocol.errors import CommandFailed
@@ -157,3 +159,10 @@ def outcomes_of(stored: Stored) -> Callable[[str], Literal["succeeded", "failed"
             is_failed = isinstance(outcome_of(command.outcome), CommandFailed)
             told[command_id_of(command.request_id)] = "failed" if is_failed else "succeeded"
     return told.get
+
+
+def last_sign(stored: Stored) -> float:
+    """When the service was last heard of in the journal, in Unix time; now, of an empty one."""
+    moments = [moment for command in stored.commands for moment in (command.accepted, command.finished) if moment]
+    moments += [datetime.fromisoformat(model.last_request).timestamp() for model in stored.models]
+    return max(moments, default=steady_time())

@@ -28,7 +28,7 @@ from gateway.scheduling.requests import (
     Request,
     UnloadRequest,
 )
-from gateway.scheduling.restored import Restored
+from gateway.scheduling.restored import Restored, last_sign
 from gateway.scheduling.sessions import FinishReason, Session, SessionBook
 from gateway.scheduling.snapshot_rules import SnapshotRules
 from gateway.scheduling.steady_clock import steady_time
@@ -141,6 +141,7 @@ class Scheduler:
                 self._backlog.enter(future.tenant, future.payload_bytes)
             self._num_models = max(self._num_models, queue.model.number)
         self.visits.plain_sessions |= restored.plain_sessions
+        self._upkeep.away_s = max(0.0, steady_time() - last_sign(stored))
         self._acceptance.orphans = restored.orphans
 
     async def start(self) -> None:

@@ -106,6 +106,9 @@ class Turns:
             with suppress(asyncio.CancelledError):
                 await self._task
         await self._link.close()
+        for publishing in self._publications.tasks:
+            # The next process finds on the disk what became of it.
+            publishing.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WRITES_S):
                 await durable(self._journal.when_written)

@@ -55,6 +55,9 @@ class Upkeep:
         # By model: the number that is missing, and for how long it has been.
         self._gaps: dict[str, tuple[int, float]] = {}
         self._pruned_s = time.monotonic()
+        # Since the last sign of life in the journal: nobody could use a model of a service that was not there, or of
+        # one whose clock was wrong.
+        self.away_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -99,7 +102,7 @@ class Upkeep:
                         self._seal(model_id, seq_id)
 
     def _retire_idle(self) -> None:
-        oldest = steady_time() - self._patience.idle_s
+        oldest = steady_time() - self._patience.idle_s - self.away_s
         for model_id, queue in self._queues.items():
             model = queue.model
             if queue.is_idle and not model.is_over and model.last_request_time.timestamp() < oldest:

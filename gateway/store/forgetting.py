@@ -24,16 +24,19 @@ def prune(connection: Connection, told_before: float, untold_before: float, reme
     rows = select(commands.c.request_id).join(models, models.c.model_id == commands.c.model_id)
     connection.execute(payloads.delete().where(payloads.c.request_id.in_(rows.where(covered))))
     connection.execute(outcomes.delete().where(outcomes.c.request_id.in_(rows.where(expired))))
-    _forget_rows(connection, expired, remembered)
+    _forget_rows(connection, expired, untold_before, remembered)
 
 
-def _forget_rows(connection: Connection, expired: ColumnElement[bool], remembered: int) -> None:
+def _forget_rows(connection: Connection, expired: ColumnElement[bool], untold_before: float, remembered: int) -> None:
     heights = (
         select(commands.c.model_id, func.max(commands.c.seq_id).label("highest"))
         .group_by(commands.c.model_id)
         .subquery()
     )
-    old = or_(commands.c.seq_id.is_(None), commands.c.seq_id <= heights.c.highest - remembered)
+    # A key tells retries for as long as an answer that nobody asks for is kept.
+    has_no_key = or_(commands.c.key.is_(None), commands.c.finished < untold_before)
+    is_plain = and_(commands.c.seq_id.is_(None), has_no_key)
+    old = or_(is_plain, commands.c.seq_id <= heights.c.highest - remembered)
     going = (
         select(commands.c.request_id, commands.c.model_id, commands.c.seq_id, commands.c.turn)
         .add_columns(func.coalesce(commands.c.told_moment, commands.c.moment).label("moment"))

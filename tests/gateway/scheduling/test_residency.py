@@ -138,7 +138,6 @@ async def test_a_model_that_never_steps_starves_no_other_of_its_tenant(tmp_path:
         await succeeded(endless[-1])
 
 
-@pytest.mark.xfail(strict=True, reason="a load of a lost model first brings the model back, which is what fails")
 async def test_a_load_gives_a_model_that_cannot_be_brought_back_another_state(tmp_path: Path) -> None:
     async with rig(tmp_path) as gateway:
         with gateway.cell():
