@@ -46,9 +46,9 @@ class Case:
 
 
 CASES = [
-    pytest.param(Case(ranks=1, steps=25, kills=8, slots=8, options=BF16, parts=ALL_PARTS), id="short"),
+    pytest.param(Case(ranks=1, steps=12, kills=5, slots=8, options=BF16, parts=ALL_PARTS), id="short"),
     pytest.param(
-        Case(ranks=1, steps=10, kills=4, slots=2, options=FLAGS, parts=frozenset({"weight"})), id="flags and few slots"
+        Case(ranks=1, steps=8, kills=3, slots=2, options=FLAGS, parts=frozenset({"weight"})), id="flags and few slots"
     ),
     pytest.param(
         Case(ranks=2, steps=250, kills=200, slots=8, options=BF16, parts=ALL_PARTS),
