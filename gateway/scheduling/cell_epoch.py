@@ -75,6 +75,7 @@ class CellEpoch:
         is_same_life = self.hello is not None and self.hello.epoch == hello.epoch
         is_first = self.hello is None
         self.hello = hello
+        self._link.begin()
         log.info("cell epoch %s attached: %s, %d ranks", hello.epoch, hello.base_model.name, hello.layout.world)
         while tasks := self._publications.tasks:
             # Of the cell before: they look at the disk, and end.

@@ -42,7 +42,7 @@ _SLACK_S = 30.0
 
 
 class CellLost(Exception):
-    """The connection to the cell ended before it answered; whether the command took effect is not known."""
+    """The connection ended before the cell answered; whether the command took effect is not known."""
 
 
 class SocketDirectoryOpen(Exception):
@@ -109,6 +109,7 @@ class CellLink:
         self._attached: asyncio.StreamWriter | None = None
         self._connections: set[asyncio.StreamWriter] = set()
         self._last_refusal = ""
+        self._is_meant = True
         self._on_ranks: Flight | None = None
         self._flights: dict[str, Flight] = {}
         self._unadopted: dict[str, Flight] = {}
@@ -160,6 +161,10 @@ class CellLink:
         """
         return await self._send(command, on_progress)
 
+    def begin(self) -> None:
+        """After a loss nothing is sent until whoever sends has taken note of the next cell."""
+        self._is_meant = True
+
     def adopt(self, command_id: str) -> Flight:
         """A save that the attached cell was publishing when it said hello."""
         return self._unadopted.pop(command_id)
@@ -187,8 +192,8 @@ class CellLink:
     ) -> Flight:
         """Until the ranks are free of it."""
         writer = self._attached
-        if writer is None:
-            raise CellLost("no trainer cell is attached")
+        if writer is None or not self._is_meant:
+            raise CellLost("the trainer cell that this was meant for is not attached any more")
         assert self._on_ranks is None, "one command at a time"
         flight = self._on_ranks = self._flights[command.command_id] = Flight(command.command_id, on_progress)
         patience_s = getattr(command, "deadline_s", _PATIENCE_S) + _SLACK_S
@@ -218,7 +223,6 @@ class CellLink:
         try:
             await write_frame(writer, encode_command(command))
         except ConnectionError as error:
-            # The reading side sees the end of the connection too, and tells of it.
             log.warning("the cell hung up while it was sent a command: %s", error)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -286,6 +290,7 @@ class CellLink:
 
     def _detach(self, hello: Hello) -> None:
         self.hello = self._attached = None
+        self._is_meant = False
         self.ready.clear()
         self.on_lost(hello)
         flights = tuple(self._flights.values())

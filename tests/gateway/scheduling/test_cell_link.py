@@ -168,6 +168,9 @@ async def test_a_command_is_never_sent_to_the_next_cell(link: CellLink, tmp_path
             with pytest.raises(CellLost):
                 await within(running)
             await within(link.ready.wait())
+            with pytest.raises(CellLost):
+                await link.execute(FreeModel("meant for the first", "model"))
+            link.begin()
             await link.execute(FreeModel("two", "model"))
             assert [command.command_id for command in second.commands if isinstance(command, FreeModel)] == ["two"]
 
