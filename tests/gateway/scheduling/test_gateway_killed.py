@@ -220,8 +220,8 @@ async def test_a_snapshot_that_came_after_its_model_was_unloaded_goes_with_the_n
             hold = cell.hold_next_publish()
             await train(gateway, model, (1,))
             await reached(hold)
-            await succeeded(gateway.scheduler.submit("alice", model, None, UnloadRequest()))
             gateway.link.hang_up()
+            await succeeded(gateway.scheduler.submit("alice", model, None, UnloadRequest()))
             hold.release()
             await until(lambda: snapshot_of(gateway, model) is not None)
     async with rig(tmp_path) as gateway:
