@@ -42,7 +42,7 @@ _SLACK_S = 30.0
 
 
 class CellLost(Exception):
-    """The connection to the cell ended before it answered; whether the command took effect is not known."""
+    """The connection ended before the cell answered; whether the command took effect is not known."""
 
 
 class SocketDirectoryOpen(Exception):
@@ -220,7 +220,6 @@ class CellLink:
         try:
             await write_frame(writer, encode_command(command))
         except ConnectionError as error:
-            # The reading side sees the end of the connection too, and tells of it.
             log.warning("the cell hung up while it was sent a command: %s", error)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

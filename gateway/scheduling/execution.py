@@ -72,6 +72,9 @@ class Execution:
             if (failure := await self._bring_back(queue, hello)) is not None:
                 return failure
         await self._note_attempt(future)
+        if self._link.hello is not hello:
+            future.attempts -= 1
+            raise CellLost("the trainer cell was lost before the command was sent")
         try:
             if isinstance(future.request, SaveRequest):
                 if future.attempts > 1 and (saved := await self.dispatcher.made_before(future)) is not None:

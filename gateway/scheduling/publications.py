@@ -62,7 +62,9 @@ class Publications:
 
     def _reason(self, queue: ModelQueue, request: Request) -> str | None:
         match request:
-            case SaveRequest() | UnloadRequest() if queue.model.model_id in self._tasks:
+            case SaveRequest() if queue.model.model_id in self._tasks:
+                return "an earlier save of this model is being written"
+            case UnloadRequest() if queue.unsettled is not None:
                 # Until then it may have to be made once more, of a model that must still be there.
                 return "an earlier save of this model is being written"
             case SaveRequest() if self._is_full and self._tasks:

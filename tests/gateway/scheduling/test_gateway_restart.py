@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gateway.scheduling.errors import SequenceConflict, UnknownModel
+from gateway.scheduling.futures import Future
 from gateway.scheduling.requests import UnloadRequest
 from gateway.scheduling.snapshot_rules import SnapshotRules
 from tests.gateway.scheduling.lives import lives
@@ -130,12 +132,13 @@ async def test_retries_of_what_was_accepted_get_the_same_id_and_other_contents_a
             scheduler.submit_create_plain("alice", create(), "other key"),
         ]
         assert [future.request_id for future in again] == [future.request_id for future in accepted]
-        for conflict in (
+        conflicts: list[Callable[[], Future]] = [
             lambda: scheduler.submit_create("alice", session, 0, create(rank=8)),
             lambda: scheduler.submit("alice", model, 1, optim_step()),
             lambda: scheduler.submit("alice", model, None, save("other"), "key"),
             lambda: scheduler.submit_create_plain("alice", create(rank=8), "other key"),
-        ):
+        ]
+        for conflict in conflicts:
             with pytest.raises(SequenceConflict):
                 conflict()
         with gateway.cell() as cell:

@@ -51,7 +51,7 @@ def accepted_before_it_is_durable(patch: Patch) -> None:
 
 
 def answered_before_it_is_durable(patch: Patch) -> None:
-    complete = Journal.complete
+    complete: Callable[..., None] = Journal.complete
 
     def at_once(self: Journal, *facts: Any) -> None:
         *others, on_durable = facts

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -82,10 +82,9 @@ class Gateway:
         self.loop.crash_at = 0
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            try:
-                task.get_coro().close()  # type: ignore[union-attr]
-            except BaseException:
-                pass
+            # Its last words reach nobody.
+            with suppress(BaseException):
+                task.get_coro().close()
         self.journal._reader.disconnect()
         self._engine.dispose()
         if self._lock is not None:
