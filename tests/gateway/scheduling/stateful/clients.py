@@ -24,7 +24,8 @@ class Sent:
     """One request, however often it was sent. seq_id None: told by its key.
 
     state: unsure until somebody answered whether it is accepted. sent_at: the moments it was sent before it was.
-    told_at: the moment of the first telling of its answer. is_late: it came when its number or its model was gone.
+    told_at: the moment of the first telling of its answer; told_in / sent_in: the life of the gateway in which it was.
+    is_late: it came when its number or its model was gone.
     """
 
     model: ClientsModel
@@ -33,9 +34,11 @@ class Sent:
     key: str | None = None
     state: State = "unsure"
     sent_at: list[int] = field(default_factory=list)
+    sent_in: int = 0
     request_id: str | None = None
     told: Success | CommandFailed | None = None
     told_at: int | None = None
+    told_in: int = 0
     is_late: bool = False
 
     @property
@@ -138,6 +141,7 @@ class Clients:
         if sent.state != "accepted":
             sent.state = "unsure"
             sent.sent_at.append(next(self._moments))
+            sent.sent_in = self._world.lives
         try:
             future = self._submit(gateway.scheduler, sent, sent.request)
             await future.accepted()
@@ -193,7 +197,7 @@ class Clients:
             answer = future.error or future.outcome
             assert answer is not None
             if sent.told is None:
-                sent.told, sent.told_at = answer, next(self._moments)
+                sent.told, sent.told_at, sent.told_in = answer, next(self._moments), self._world.lives
             assert _same(sent.told, answer), f"was told {sent.told!r}, now {answer!r}"
 
 

@@ -95,7 +95,7 @@ class Gateway:
 class World:
     """gateway / cell: None while there is none.
 
-    chance: decides how long everything takes. crashes: of a gateway, of a cell.
+    chance: decides how long everything takes. crashes: of a gateway, of a cell. lives: of gateways.
     """
 
     def __init__(self, directory: Path, seed: int, slots: int) -> None:
@@ -106,7 +106,7 @@ class World:
         self.gateway: Gateway | None = None
         self.cell: SimulatedCell | None = None
         self.cells: list[SimulatedCell] = []
-        self.crashes = 0
+        self.crashes = self.lives = 0
         self.bugs: list[str] = []
         self.publish_s = 0.5
         self.slots = slots
@@ -128,6 +128,7 @@ class World:
         if self.gateway is None:
             SteppedWriter.clock, SteppedWriter.disk = self.clock, self.state_disk
             self.gateway = Gateway(self)
+            self.lives += 1
 
     def start_cell(self) -> None:
         if self.cell is None or not self.cell.is_alive:
