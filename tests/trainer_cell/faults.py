@@ -40,6 +40,7 @@ ENDING = {
     "step": ("trainer_cell.training.optimizer", "SlotOptimizer._adam_step"),
     "plan": ("trainer_cell.checkpoint.plan", "PlanCache.plan"),
     "vote": ("trainer_cell.checkpoint.vote", "Booth.cast"),
+    "count the votes": ("trainer_cell.checkpoint.vote", "Booth.collect"),
     "apply": ("trainer_cell.checkpoint.load", "_apply"),
 }
 
