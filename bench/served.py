@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from bench.ratios import timed
+from gateway import die_with_parent
 from trainer_cell.protocol.framing import receive_frame
 from trainer_cell.protocol.outcomes import Hello, decode_said
 
@@ -62,7 +63,9 @@ class Served:
 def served(directory: Path, *options: str) -> Iterator[Served]:
     """Ready when it is entered; its log is in `directory`."""
     state = directory / "state"
-    command = [sys.executable, "-m", "gateway.cli", "serve", "--state", str(state), "--port", "0"]
+    # Not even a bench that is killed leaves it running.
+    command = [sys.executable, "-I", "-S", str(Path(die_with_parent.__file__)), str(os.getpid())]
+    command += [sys.executable, "-m", "gateway.cli", "serve", "--state", str(state), "--port", "0"]
     command += ["--api-key", f"{KEY}=bench", *options]
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
