@@ -170,6 +170,7 @@ def test_an_outcome_that_is_said_while_a_hello_is_on_its_way_follows_it_on_the_s
     taking = threading.Thread(target=link.next_frame)
     taking.start()
     connection = gateway.accept_unheard()
+    connection.recv(1, socket.MSG_PEEK)  # the hello has begun
     saying = threading.Thread(target=lambda: link.say(GradientsDiscarded("late")))
     saying.start()
     saying.join(0.3)  # as far as it gets: it must not have been told to nobody by then
