@@ -141,6 +141,8 @@ def find(max_examples: int) -> None:
     run_state_machine_as_test(Programs, settings=chosen)
 
 
+# Beside the programs whose worth they show.
+@pytest.mark.full
 @pytest.mark.parametrize("broken", _QUICK, ids=lambda broken: broken.__name__)
 def test_what_is_broken_is_found(monkeypatch: Patch, broken: Callable[[Patch], None]) -> None:
     broken(monkeypatch)
