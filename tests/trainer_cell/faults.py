@@ -47,7 +47,10 @@ ENDING = {
 
 @contextmanager
 def fault(file: Path, rank: int, at: str, how: str = "raises") -> Iterator[None]:
-    file.write_text(json.dumps({"rank": rank, "at": at, "how": how}))
+    # Whole or not at all: a rank may still be at the end of the command before, which another has answered.
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps({"rank": rank, "at": at, "how": how}))
+    draft.replace(file)
     try:
         yield
     finally:
