@@ -105,6 +105,16 @@ def write_to_no_file() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
+def files_of_the_journal(root: Path) -> dict[Path, bytes]:
+    """Without the index of the log, which is shared memory and no state."""
+    return {path: path.read_bytes() for path in root.glob("journal.sqlite3*") if not path.name.endswith("-shm")}
+
+
+def collect_on_a_full_disk(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gateway.cli", "checkpoints", "gc", "--replaced-grace-s", "0", "--state", root]
+    return subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=write_to_no_file)
+
+
 @pytest.mark.parametrize("has_log", [False, True])
 async def test_the_journal_is_read_without_a_byte_being_written(tmp_path: Path, has_log: bool) -> None:
     """On a full disk this is what makes room."""
@@ -112,18 +122,12 @@ async def test_the_journal_is_read_without_a_byte_being_written(tmp_path: Path, 
         _, version, _ = await loaded_what_was_replaced(machine)
         if has_log:
             leave_a_log(tmp_path / "journal.sqlite3")
-        files = {path: path.read_bytes() for path in tmp_path.glob("journal.sqlite3*") if "-shm" not in path.name}
+        files = files_of_the_journal(tmp_path)
         assert len(files) == 2 + has_log
-        done = subprocess.run(
-            [sys.executable, "-m", "gateway.cli", "checkpoints", "gc", "--replaced-grace-s", "0", "--state", tmp_path],
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=write_to_no_file,
-        )
+        done = collect_on_a_full_disk(tmp_path)
         assert done.returncode == 0, done.stderr
         assert "in use, stays for now" in done.stderr
-        assert {path: path.read_bytes() for path in files} == files
+        assert files_of_the_journal(tmp_path) == files
         assert version.exists()
         await machine.start()
 
