@@ -16,6 +16,7 @@ from tests.gateway.scheduling.rig import (
     load,
     optim_step,
     path_of,
+    reached,
     rig,
     save,
     succeeded,
@@ -97,6 +98,84 @@ async def test_one_that_fails_harms_nothing_and_is_not_tried_at_each_step(tmp_pa
         with gateway.cell() as second:
             await succeeded(gateway.scheduler.submit("alice", model, 17, forward_backward(only=True)))
             assert second.slots.models[model] == trained
+
+
+async def test_a_load_that_left_the_optimizer_out_leaves_it_out_again(tmp_path: Path) -> None:
+    async with rig(tmp_path) as gateway:
+        with gateway.cell(no_load_optim=True) as cell:
+            model = await gateway.model()
+            await train(gateway, model, 1)
+            await succeeded(gateway.scheduler.submit("alice", model, 3, save()))
+            cell.fail_next(SaveState, CommandFailed(ErrorKind.STORAGE_FAILED, "ENOSPC"))
+            await succeeded(gateway.scheduler.submit("alice", model, 4, load(path_of(model))))
+            before = copy.copy(cell.slots.models[model])
+        with gateway.cell() as second:
+            await succeeded(gateway.scheduler.submit("alice", model, 5, forward_backward(only=True)))
+            assert second.slots.models[model] == before
+
+
+async def test_one_that_is_gone_as_soon_as_it_was_made_is_not_relied_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            asked: list[str] = []
+
+            def gone(version: str) -> None:
+                asked.append(version)
+
+            monkeypatch.setattr(gateway.vault, "lease", gone)
+            await train(gateway, model, 2)
+            await until(lambda: bool(asked) and model not in gateway.scheduler._turns._publications)
+            trained = copy.copy(cell.slots.models[model])
+        assert gateway.scheduler._queues[model].history.snapshot is None
+        with gateway.cell() as second:
+            await succeeded(gateway.scheduler.submit("alice", model, 5, forward_backward(only=True)))
+            assert second.slots.models[model] == trained
+            assert second.count(LoadState) == 0
+
+
+async def test_one_that_is_whole_after_its_model_was_unloaded_is_removed(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell() as cell:
+            model = await gateway.model()
+            publish = cell.hold_next_publish()
+            await train(gateway, model, 2)
+            await reached(publish)
+            await succeeded(gateway.scheduler.submit("alice", model, None, UnloadRequest()))
+            publish.release()
+            await until(lambda: model not in gateway.scheduler._turns._publications)
+            assert version_of(gateway, model) is None
+
+
+async def test_what_it_replaced_is_looked_after(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        replaced: list[None] = []
+        gateway.scheduler.catalog.saves.on_replaced = lambda: replaced.append(None)
+        with gateway.cell():
+            model = await gateway.model()
+            await train(gateway, model, 2)
+            await until(lambda: len(replaced) == 1)
+
+
+async def test_what_brings_a_model_back_obeys_no_flags_for_clients(tmp_path: Path) -> None:
+    async with rig(tmp_path, rules=EVERY_TWO) as gateway:
+        with gateway.cell() as cell:
+            read, trained = await gateway.model(), await gateway.model()
+            await train(gateway, read, 1)
+            # What it reads is all there is to bring it back from.
+            await succeeded(gateway.scheduler.submit("alice", read, 3, save()))
+            cell.fail_next(SaveState, CommandFailed(ErrorKind.STORAGE_FAILED, "ENOSPC"))
+            await succeeded(gateway.scheduler.submit("alice", read, 4, load(path_of(read))))
+            await train(gateway, trained, 2)
+            await snapshot_noted(gateway, trained, 4)
+            before = copy.deepcopy(cell.slots.models)
+        with gateway.cell(no_load_optim=True) as second:
+            for model in (read, trained):
+                await succeeded(gateway.scheduler.submit("alice", model, 5, forward_backward(only=True)))
+            assert second.slots.models == before
+            assert second.count(LoadState) == 2
 
 
 @pytest.mark.parametrize("is_orderly", [True, False], ids=["stopped", "killed first"])
