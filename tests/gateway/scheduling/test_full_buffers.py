@@ -30,6 +30,7 @@ async def test_a_save_for_which_there_never_is_memory_fails_after_one_more_try(t
         await succeeded(gateway.scheduler.submit("alice", model, 3, forward_backward()))
         # Nothing of it is remembered.
         assert not gateway.scheduler._turns._execution.captures._tried_alone
+        assert not gateway.scheduler.catalog.saves._open
 
 
 async def test_of_a_save_that_was_tried_alone_and_found_memory_nothing_is_remembered(tmp_path: Path) -> None:

@@ -157,6 +157,19 @@ async def test_a_model_that_is_over_holds_nothing(tmp_path: Path, has_snapshot: 
             await until(lambda: not any(is_held(gateway, version) for version in versions))
 
 
+async def test_a_model_that_was_over_before_a_restart_holds_nothing_after_it(tmp_path: Path) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            saved = await succeeded(gateway.scheduler.submit("alice", model, 1, save()))
+            cell.fail_next(SaveState, FULL)
+            for future in gateway.submit(model, load(path_of(model)), UnloadRequest(), first=2):
+                await succeeded(future)
+        gateway = await machine.next()
+        assert not is_held(gateway, saved.version)
+
+
 async def test_a_load_that_fails_holds_nothing(tmp_path: Path) -> None:
     async with rig(tmp_path) as gateway:
         with gateway.cell() as cell:

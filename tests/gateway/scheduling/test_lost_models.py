@@ -145,3 +145,16 @@ async def test_a_save_that_was_to_be_made_again_fails_with_its_model(tmp_path: P
             assert await failed(loading) == "checkpoint_not_found"
             assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) is None
             await gateway.model()
+
+
+async def test_a_model_that_one_cell_could_not_bring_back_is_tried_again_by_the_next_gateway(tmp_path: Path) -> None:
+    async with rig(tmp_path) as gateway:
+        model = await trained(gateway)
+        cell = gateway.cell()
+        cell.fail_next(ForwardBackward, NO_MORE)
+        with cell:
+            assert await failed(gateway.scheduler.submit("alice", model, 3, forward_backward())) == "model_lost"
+    async with rig(tmp_path) as gateway:
+        assert gateway.scheduler.model("alice", model).state == "ready"
+        with gateway.cell():
+            await succeeded(gateway.scheduler.submit("alice", model, 4, forward_backward()))

@@ -42,6 +42,7 @@ async def test_other_commands_run_while_a_save_is_written_and_are_not_in_it(tmp_
         manifest = read_manifest(gateway.version_dir(await succeeded(saving)))
         assert manifest.step == 1
         assert gateway.scheduler.model("alice", model).step == 2
+        assert not gateway.scheduler.catalog.saves._open
 
 
 async def test_a_models_saves_are_published_one_after_the_other(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.gateway.scheduling.rig import (
 from tests.gateway.scheduling.test_leases import is_held
 from trainer_cell.protocol.commands import CreateModel, ForgetModels, ForwardBackward, LoadState, SaveState
 from trainer_cell.vault import locks
+from trainer_cell.vault.layout import CheckpointAddress, Vault
 
 
 async def test_a_model_whose_making_was_not_heard_of_is_as_if_it_had_been(tmp_path: Path) -> None:
@@ -89,6 +90,39 @@ async def test_a_gateway_that_was_killed_before_it_sent_a_command_is_not_held_ag
             for future in (running, waiting):
                 await succeeded(gateway.again(future))
             assert gateway.again(waiting).attempts == 2
+
+
+async def test_that_a_command_was_sent_is_known_to_the_next_gateway(tmp_path: Path) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            hold = cell.hold_next(ForwardBackward)
+            running = await gateway.scheduler.submit("alice", model, 1, forward_backward()).accepted()
+            await reached(hold)
+            await durable(gateway.journal.when_written)
+            gateway = await machine.next()
+            assert gateway.again(running).attempts == 1
+
+
+async def test_a_save_that_was_published_before_anybody_heard_of_its_capture_is_found(tmp_path: Path) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            hold = cell.hold_next(SaveState)
+            saving = await gateway.scheduler.submit("alice", model, 1, save()).accepted()
+            await reached(hold)
+            await durable(gateway.journal.when_written)
+            await gateway.end()
+            hold.release()
+            disk = Vault(gateway.vault.root)
+            await until(lambda: disk.resolve(CheckpointAddress(model, "weights", "n")) is not None)
+        gateway = await machine.start()
+        with gateway.cell() as second:
+            saved = await succeeded(gateway.again(saving))
+            assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
+            assert second.count_saves(model) == 0
 
 
 async def test_a_command_that_broken_connections_kept_from_the_cell_has_ended_none(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.store.journal import JournalUnavailable
-from tests.gateway.store.rows import Writing, a_command, a_model, a_session, writing
+from gateway.store import writer
+from gateway.store.journal import Journal, JournalUnavailable
+from tests.gateway.store.rows import Writing, a_command, a_model, a_session, url_of, writing
 
 _PATIENCE_S = 10.0
 
@@ -85,22 +86,22 @@ async def test_what_is_tried_again_keeps_its_order(tmp_path: Path, monkeypatch: 
 async def test_who_waits_to_be_accepted_is_refused_when_the_transaction_before_fails_for_good(tmp_path: Path) -> None:
     async with writing(tmp_path) as journal:
         await journal.accept(a_command(0), a_model())
-        writer, begun, go_on = journal.journal._writer, asyncio.Event(), threading.Event()
-        loop, transact = asyncio.get_running_loop(), writer._transact
+        one, begun, go_on = journal.journal._writer, asyncio.Event(), threading.Event()
+        loop, transact = asyncio.get_running_loop(), one._transact
 
         def stuck(_batch: object) -> JournalUnavailable:
             loop.call_soon_threadsafe(begun.set)
             go_on.wait()
             return JournalUnavailable("the disk is gone")
 
-        writer._transact = stuck  # type: ignore[method-assign]
+        one._transact = stuck  # type: ignore[method-assign]
         outcome = journal.attempt(a_command(0), 1)
         await begun.wait()
         waiting = journal.accept(a_command(1))
         go_on.set()
         await is_refused(waiting)
         assert not outcome.done()
-        writer._transact = transact  # type: ignore[method-assign]
+        one._transact = transact  # type: ignore[method-assign]
         await asyncio.wait_for(outcome, _PATIENCE_S)
         assert len(journal.journal.load().commands) == 1
 
@@ -110,13 +111,13 @@ async def test_a_failure_of_the_disk_has_every_connection_made_anew(
 ) -> None:
     async with writing(tmp_path) as journal:
         await journal.accept(a_command(0), a_model())
-        reader, writer = journal.journal._reader, journal.journal._writer
-        before = reader._connection, writer._connection
+        reader, one = journal.journal._reader, journal.journal._writer
+        before = reader._connection, one._connection
         fail_commits(journal, monkeypatch, 1, are_done=False)
         await is_refused(journal.accept(a_command(1)))
         await journal.accept(a_command(2))
         assert reader._connection is None
-        assert writer._connection not in before
+        assert one._connection not in before
         assert len(journal.journal.load().commands) == 2
 
 
@@ -144,3 +145,65 @@ async def test_what_was_read_does_not_keep_the_log_from_being_started_anew(tmp_p
         await journal.accept(a_command(0), a_model())
         journal.journal.load()
         assert not journal.journal._reader._connection.in_transaction()  # type: ignore[union-attr]
+
+
+async def test_after_a_read_that_failed_the_next_connects_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with writing(tmp_path) as journal:
+        await journal.accept(a_command(0), a_model())
+        reader = journal.journal._reader
+
+        def fail(_connection: Any) -> None:
+            monkeypatch.undo()
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorname = "SQLITE_IOERR_READ"
+            raise error
+
+        monkeypatch.setattr(journal.journal._engine.dialect, "do_rollback", fail)
+        with pytest.raises(JournalUnavailable):
+            await journal.journal.payloads([a_command(0).request_id])
+        assert reader._connection is None
+        assert len(await journal.journal.payloads([a_command(0).request_id])) == 1
+
+
+@pytest.mark.parametrize("limit", ["_BATCH_BYTES", "_BATCH_WRITES"])
+async def test_a_transaction_is_bounded_however_much_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    # Two commands of a kibibyte.
+    monkeypatch.setattr(writer, limit, {"_BATCH_BYTES": 2500, "_BATCH_WRITES": 2}[limit])
+    async with writing(tmp_path) as journal:
+        await journal.accept(a_command(0), a_model())
+        one, sizes, go_on = journal.journal._writer, list[int](), threading.Event()
+        transact = one._transact
+
+        def counted(batch: Sequence[writer.Queued]) -> JournalUnavailable | None:
+            go_on.wait()
+            sizes.append(len(batch))
+            return transact(batch)
+
+        one._transact = counted  # type: ignore[method-assign]
+        waiting = [journal.accept(a_command(number)) for number in range(1, 10)]
+        go_on.set()
+        await asyncio.gather(*waiting)
+        assert max(sizes) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_nobody_waits_for_a_writer_that_ended_by_a_bug(tmp_path: Path) -> None:
+    def bug(_connection: object) -> None:
+        raise ValueError("a bug")
+
+    journal = Writing(await asyncio.to_thread(Journal.open, url_of(tmp_path)))
+    await journal.accept(a_command(0), a_model())
+    journal.journal._writer.put(bug)
+    await is_refused(journal.accept(a_command(1)))
+    with pytest.raises(JournalUnavailable):
+        await journal.journal.close()
+
+
+async def test_the_data_of_what_has_run_are_not_read_at_the_start(tmp_path: Path) -> None:
+    async with writing(tmp_path) as journal:
+        await journal.accept(a_command(0), a_model())
+        await journal.complete(a_command(0), 0)
+        await journal.accept(a_command(1))
+        assert [command.payload is None for command in journal.journal.load().commands] == [True, False]
