@@ -161,15 +161,16 @@ async def test_a_save_that_a_cell_without_a_connection_finishes_is_found_and_not
             cell._link._path = tmp_path / "nowhere"
             cell.drop_connection()
             await until(lambda: not gateway.link.ready.is_set())
-            await durable(gateway.journal.when_written)
-            publish.release()
-            disk = Vault(gateway.vault.root)
-            await until(lambda: disk.resolve(CheckpointAddress(model, "weights", "n")) is not None)
-            await asyncio.to_thread(cell.kill)
-        with gateway.cell() as second:
-            saved = await succeeded(saving)
-            assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
-            assert second.count_saves(model) == 0
+            with gateway.cell() as second:
+                await until(gateway.link.ready.is_set)
+                await durable(gateway.journal.when_written)
+                publish.release()
+                disk = Vault(gateway.vault.root)
+                await until(lambda: disk.resolve(CheckpointAddress(model, "weights", "n")) is not None)
+                await asyncio.to_thread(cell.kill)
+                saved = await succeeded(saving)
+                assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
+                assert second.count_saves(model) == 0
 
 
 async def test_what_waits_is_counted_again_after_a_restart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,11 @@ async def test_a_save_is_made_once_though_the_connection_breaks_while_it_is_writ
         publish = cell.hold_next_publish()
         (saving,) = gateway.submit(model, save())
         await gateway.captured(saving)
-        hello = gateway.link.hello
+        hello, before = gateway.link.hello, gateway.scheduler._turns._publications.tasks
         cell.drop_connection()
-        # As long as the task of the connection before looks for it on the disk, it is not adopted.
         await until(lambda: gateway.link.hello not in (None, hello) and gateway.scheduler.is_ready)
+        # As long as the task of the connection before looks for it on the disk, it is not adopted.
+        await asyncio.wait(before)
         publish.release()
         await succeeded(saving)
         for future in gateway.submit(model, forward_backward(), save("another"), first=2):
