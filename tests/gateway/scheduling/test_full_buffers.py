@@ -33,6 +33,28 @@ async def test_a_save_for_which_there_never_is_memory_fails_after_one_more_try(t
         assert not gateway.scheduler.catalog.saves._open
 
 
+async def test_that_there_once_was_no_memory_holds_up_no_later_save(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path, save_buffers=1) as (gateway, cell):
+        models = [await gateway.model() for _ in range(2)]
+        hold = cell.hold_next_publish()
+        first = gateway.scheduler.submit("alice", models[0], 1, save())
+        await reached(hold)
+        second = gateway.scheduler.submit("alice", models[1], 1, save())
+        await until(lambda: second.waiting_for is not None)
+        hold.release()
+        for future in (first, second):
+            await succeeded(future)
+        cell._save_buffers = 2
+        holds = [cell.hold_next_publish() for _ in models]
+        later = [gateway.scheduler.submit("alice", model, 2, save("later")) for model in models]
+        for hold in holds:
+            await reached(hold)
+        for hold in holds:
+            hold.release()
+        for future in later:
+            await succeeded(future)
+
+
 async def test_of_a_save_that_was_tried_alone_and_found_memory_nothing_is_remembered(tmp_path: Path) -> None:
     async with rig_with_cell(tmp_path, save_buffers=0) as (gateway, cell):
         model = await gateway.model()

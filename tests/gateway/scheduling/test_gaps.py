@@ -122,8 +122,9 @@ async def test_a_number_that_is_on_its_way_into_the_journal_is_not_missing(tmp_p
             late = gateway.scheduler.submit("alice", model, 1, forward_backward())
             await until(entered.is_set)
             await until(lambda: gateway.scheduler._upkeep._gaps.get(model, (1, 0.0))[1] >= PATIENCE_S)
-            assert missing(gateway, model) is late
+            found = missing(gateway, model)
             go_on.set()
+            assert found is late
             await succeeded(late)
             assert (await succeeded(early)).step == 1
             assert cell.count(ForwardBackward) == 1

@@ -101,3 +101,15 @@ async def test_a_gradient_that_was_dropped_is_not_there_again_with_the_next_cell
         with gateway.cell() as second:
             await succeeded(gateway.scheduler.submit("alice", model, 7, forward_backward(9)))
             assert second.slots.models[model].pending == 1
+
+
+async def test_what_only_looked_forward_adds_nothing_to_the_gradient_with_the_next_cell_either(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model = await gateway.model()
+        for future in gateway.submit(model, forward_backward(only=True), forward_backward(7, 8)):
+            await succeeded(future)
+        await asyncio.to_thread(cell.kill)
+        with gateway.cell() as second:
+            await succeeded(gateway.scheduler.submit("alice", model, 3, forward_backward(9)))
+            assert second.slots.models[model].pending == 3
+            assert second.count(ForwardBackward) == 2

@@ -38,11 +38,13 @@ async def test_a_save_that_is_being_published_is_adopted(tmp_path: Path) -> None
             await succeeded(step)
             gateway = await machine.next(cell)
             assert gateway.again(saving).state == "writing"
+            # It holds up nobody now either.
+            await succeeded(gateway.scheduler.submit("alice", model, 4, forward_backward(only=True)))
             hold.release()
             saved = await succeeded(gateway.again(saving))
             assert read_manifest(gateway.version_dir(saved)).step == 0
             assert (cell.count(SaveState), cell.count(ForgetModels)) == (1, 0)
-            assert (await succeeded(gateway.scheduler.submit("alice", model, 4, save("later")))).step == 1
+            assert (await succeeded(gateway.scheduler.submit("alice", model, 5, save("later")))).step == 1
 
 
 async def test_a_save_whose_capture_was_not_on_record_yet_is_adopted_too(tmp_path: Path) -> None:

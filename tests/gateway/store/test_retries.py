@@ -44,13 +44,14 @@ async def is_refused(accepting: asyncio.Future[None]) -> None:
         await asyncio.wait_for(accepting, _PATIENCE_S)
 
 
+@pytest.mark.parametrize("failures", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("are_done", [True, False], ids=["though done", "undone"])
 async def test_of_what_was_refused_at_the_commit_nothing_is_there_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_done: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_done: bool, failures: int
 ) -> None:
     async with writing(tmp_path) as journal:
         await journal.accept(a_command(0), a_model())
-        fail_commits(journal, monkeypatch, 1, are_done)
+        fail_commits(journal, monkeypatch, failures, are_done)
         await is_refused(journal.accept(a_command(1, "model-2"), a_model("model-2", 1)))
     async with writing(tmp_path) as journal:
         found = journal.journal.load()
@@ -72,11 +73,15 @@ async def test_what_is_withdrawn_is_withdrawn_once(tmp_path: Path, monkeypatch: 
         assert len(journal.journal.load().commands) == 3
 
 
-async def test_what_is_tried_again_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# The first transaction has one or all of them: the order must be that of the writes after one failure and after two.
+@pytest.mark.parametrize("failures", [2, 3])
+async def test_what_is_tried_again_keeps_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
     async with writing(tmp_path) as journal:
         await journal.accept(a_command(0), a_model())
         journal.answers.clear()
-        fail_commits(journal, monkeypatch, 3, are_done=False)
+        fail_commits(journal, monkeypatch, failures, are_done=False)
         waiting = [journal.attempt(a_command(0), attempts) for attempts in range(1, 6)]
         await asyncio.wait_for(asyncio.gather(*waiting), _PATIENCE_S)
         assert [name for name, _ in journal.answers] == [f"attempt {attempts}" for attempts in range(1, 6)]
@@ -89,7 +94,7 @@ async def test_who_waits_to_be_accepted_is_refused_when_the_transaction_before_f
         one, begun, go_on = journal.journal._writer, asyncio.Event(), threading.Event()
         loop, transact = asyncio.get_running_loop(), one._transact
 
-        def stuck(_batch: object) -> JournalUnavailable:
+        def stuck(_batch: Sequence[writer.Queued]) -> JournalUnavailable:
             loop.call_soon_threadsafe(begun.set)
             go_on.wait()
             return JournalUnavailable("the disk is gone")
