@@ -10,7 +10,7 @@ from gateway.scheduling.errors import Unavailable
 from gateway.scheduling.identity import new_session_id
 from gateway.scheduling.journal_rows import session_record
 from gateway.scheduling.sessions import FinishReason, Session, SessionBook
-from gateway.store.journal import Journal, JournalUnavailable
+from gateway.store.journal import Journal
 
 PLAIN_REST = "plain REST"
 START_UP = "start-up"
@@ -55,16 +55,7 @@ class Visits:
         return self._open_at_once(tenant, START_UP, free_id)
 
     def _open_at_once(self, tenant: str, display_name: str, session_id: str | None) -> Session:
-        """What is made in it is journalled after it, or like it not at all."""
+        """What is made in it is journalled after it."""
         session = self._sessions.open(tenant, display_name=display_name, beats=False, session_id=session_id)
-
-        def on_failed(_why: JournalUnavailable) -> None:
-            if self.plain_sessions.get(tenant) is session:
-                del self.plain_sessions[tenant]
-
-        self._journal.open_session(session_record(session), _nobody_waits, on_failed)
+        self._journal.keep_session(session_record(session))
         return session
-
-
-def _nobody_waits() -> None:
-    """What is journalled next is answered for."""

@@ -99,6 +99,10 @@ class Journal:
             Refusal(on_failed, partial(writes.delete_session, session_id=session.session_id)),
         )
 
+    def keep_session(self, session: SessionRecord) -> None:
+        """As `open_session`, of one that is never refused: no model may be in the journal whose session is not."""
+        self._writer.put(partial(writes.put_session, session=session))
+
     def finish_session(self, session: SessionRecord, on_durable: Callback) -> None:
         self._writer.put(partial(writes.finish_session, session=session), on_durable)
 

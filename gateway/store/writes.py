@@ -31,6 +31,11 @@ def delete_session(connection: Connection, session_id: str) -> None:
     connection.execute(sessions.delete().where(sessions.c.session_id == session_id))
 
 
+def put_session(connection: Connection, session: SessionRecord) -> None:
+    delete_session(connection, session.session_id)
+    insert_session(connection, session)
+
+
 def finish_session(connection: Connection, session: SessionRecord) -> None:
     values = {name: getattr(session, name) for name in ("finish_reason", "finish_detail", "last_sign")}
     _one(connection, _by_id(sessions), session.session_id, values)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gateway.scheduling import upkeep
 from gateway.scheduling.errors import SequenceConflict
+from gateway.store.errors import JournalUnavailable
+from gateway.store.writer import Queued
 from tests.fakes.fake_cell import FakeCell
 from tests.gateway.scheduling.lives import lives
 from tests.gateway.scheduling.rig import (
@@ -23,6 +29,7 @@ from tests.gateway.scheduling.rig import (
     until,
     within,
 )
+from trainer_cell.protocol.commands import ForwardBackward
 
 PATIENCE_S = 0.4
 
@@ -95,6 +102,71 @@ async def test_each_number_of_a_long_gap_is_sealed(tmp_path: Path) -> None:
         for seq_id in range(1, 30):
             with pytest.raises(SequenceConflict):
                 gateway.scheduler.submit("alice", model, seq_id, forward_backward())
+
+
+async def test_a_number_that_is_on_its_way_into_the_journal_is_not_missing(tmp_path: Path) -> None:
+    async with lives(tmp_path, gap_patience_s=PATIENCE_S) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            (early,) = gateway.submit(model, optim_step(), first=2)
+            await early.accepted()
+            entered, go_on, transact = threading.Event(), threading.Event(), gateway.transact
+
+            def slowly(batch: Sequence[Queued]) -> JournalUnavailable | None:
+                entered.set()
+                go_on.wait()
+                return transact(batch)
+
+            gateway.transact = slowly
+            late = gateway.scheduler.submit("alice", model, 1, forward_backward())
+            await until(entered.is_set)
+            await until(lambda: gateway.scheduler._upkeep._gaps.get(model, (1, 0.0))[1] >= PATIENCE_S)
+            found = missing(gateway, model)
+            go_on.set()
+            assert found is late
+            await succeeded(late)
+            assert (await succeeded(early)).step == 1
+            assert cell.count(ForwardBackward) == 1
+
+
+async def test_each_gap_is_given_the_whole_of_its_time(tmp_path: Path) -> None:
+    async with impatient(tmp_path, patience_s=1000.0) as (gateway, _):
+        model = await gateway.model()
+        rounds = gateway.scheduler._upkeep
+        gateway.submit(model, forward_backward(), first=2)
+        (last,) = gateway.submit(model, forward_backward(), first=4)
+        await last.accepted()
+        rounds._seal_gaps(0.0)
+        rounds._seal_gaps(900.0)
+        await succeeded(gateway.scheduler.submit("alice", model, 1, forward_backward()))
+        # Now another number is missing.
+        rounds._seal_gaps(900.0)
+        rounds._seal_gaps(900.0)
+        assert not gateway.scheduler._queues[model].is_spent(3)
+        rounds._seal_gaps(200.0)
+        await succeeded(last)
+
+
+async def test_time_for_which_the_process_was_stopped_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "_ROUND_S", 0.01)
+    stopped_s = 0.0
+    monkeypatch.setattr(upkeep, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s))
+    async with impatient(tmp_path, patience_s=100.0) as (gateway, _):
+        model = await gateway.model()
+        (early,) = gateway.submit(model, forward_backward(), first=2)
+        await early.accepted()
+
+        def waited_s() -> float:
+            return gateway.scheduler._upkeep._gaps.get(model, (1, 0.0))[1]
+
+        await until(lambda: waited_s() > 0)
+        before_s, stopped_s = waited_s(), 1000.0
+        await until(lambda: waited_s() > before_s)
+        assert missing(gateway, model) is None
+        assert waited_s() < 50
 
 
 async def test_only_the_model_with_the_gap_waits(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,31 @@ async def test_a_load_closes_the_window(tmp_path: Path) -> None:
         requests = (save(), rejected(), load(path_of(model)), forward_backward(), optim_step())
         futures = gateway.submit(model, *requests)
         assert (await succeeded(futures[-1])).step == 1
+
+
+async def test_a_gradient_that_was_dropped_is_not_there_again_with_the_next_cell(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model = await gateway.model()
+        for first in (1, 4):
+            bad = forward_backward(loss="no such")
+            _, _, step = gateway.submit(model, forward_backward(), bad, optim_step(), first=first)
+            assert await failed(step) == "partial_gradients"
+        history = gateway.scheduler._queues[model].history
+        # Nor does it take up room for ever.
+        assert [change.what for change in history.changes] == ["create", "discard"]
+        await asyncio.to_thread(cell.kill)
+        with gateway.cell() as second:
+            await succeeded(gateway.scheduler.submit("alice", model, 7, forward_backward(9)))
+            assert second.slots.models[model].pending == 1
+
+
+async def test_what_only_looked_forward_adds_nothing_to_the_gradient_with_the_next_cell_either(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model = await gateway.model()
+        for future in gateway.submit(model, forward_backward(only=True), forward_backward(7, 8)):
+            await succeeded(future)
+        await asyncio.to_thread(cell.kill)
+        with gateway.cell() as second:
+            await succeeded(gateway.scheduler.submit("alice", model, 3, forward_backward(9)))
+            assert second.slots.models[model].pending == 3
+            assert second.count(ForwardBackward) == 2

@@ -22,7 +22,7 @@ from tests.gateway.scheduling.rig import (
     until,
     within,
 )
-from trainer_cell.protocol.commands import SaveState
+from trainer_cell.protocol.commands import ForwardBackward, SaveState
 from trainer_cell.vault.manifest import read_manifest
 
 
@@ -42,6 +42,7 @@ async def test_other_commands_run_while_a_save_is_written_and_are_not_in_it(tmp_
         manifest = read_manifest(gateway.version_dir(await succeeded(saving)))
         assert manifest.step == 1
         assert gateway.scheduler.model("alice", model).step == 2
+        assert not gateway.scheduler.catalog.saves._open
 
 
 async def test_a_models_saves_are_published_one_after_the_other(tmp_path: Path) -> None:
@@ -138,3 +139,40 @@ async def test_an_unload_waits_for_the_save_before_it_which_is_made_again_if_nee
             assert read_manifest(gateway.version_dir(await succeeded(saving))).step == 1
             await succeeded(unload)
             assert model not in second.slots.models
+
+
+async def test_a_load_waits_for_a_save_that_has_its_turn_just_before(tmp_path: Path) -> None:
+    """Both were the first of their models when neither had begun."""
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model, other = await gateway.model(), await gateway.model()
+        held, publish = cell.hold_next(ForwardBackward), cell.hold_next_publish()
+        running = gateway.scheduler.submit("alice", other, 1, forward_backward())
+        await reached(held)
+        saving = await gateway.scheduler.submit("alice", model, 1, save()).accepted()
+        session = gateway.session()
+        making = await gateway.scheduler.submit_create("alice", session, 0, create_from(path_of(model))).accepted()
+        assert making.waiting_for is None
+        held.release()
+        await succeeded(running)
+        await reached(publish)
+        await until(lambda: making.waiting_for is not None or making.is_done)
+        publish.release()
+        await succeeded(saving)
+        await succeeded(making)
+
+
+async def test_a_save_that_is_made_again_holds_up_nobody_either(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, cell):
+        model = await gateway.model()
+        cell.hold_next_publish()
+        _, _, saving = gateway.submit(model, forward_backward(), optim_step(), save())
+        await gateway.captured(saving)
+        await asyncio.to_thread(cell.kill)
+        await until(lambda: not gateway.link.ready.is_set())
+        second = gateway.cell()
+        publish = second.hold_next_publish()
+        with second:
+            await reached(publish)
+            await succeeded(gateway.scheduler.submit("alice", model, 4, forward_backward()))
+            publish.release()
+            await succeeded(saving)

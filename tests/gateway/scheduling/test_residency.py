@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.scheduling.durable import durable
 from gateway.scheduling.errors import (
     UnknownModel,
 )
@@ -45,6 +46,19 @@ async def test_an_unloaded_model_gives_its_slot_and_takes_no_commands(tmp_path: 
             assert gateway.scheduler.submit("alice", model, 1, forward_backward()) is queued_behind
             assert gateway.scheduler.model("alice", model).state == "unloaded"
         assert cell.slots.models == {}
+
+
+async def test_of_an_unloaded_model_the_journal_keeps_no_data(tmp_path: Path) -> None:
+    async with rig_with_cell(tmp_path) as (gateway, _):
+        model = await gateway.model()
+        trained = gateway.scheduler.submit("alice", model, 1, forward_backward())
+        await succeeded(trained)
+        journal = gateway.scheduler.journal
+        assert await journal.payloads([trained.request_id])
+        await succeeded(gateway.scheduler.submit("alice", model, 2, UnloadRequest()))
+        await durable(journal.when_written)
+        assert await journal.payloads([trained.request_id]) == {}
+        assert [one.is_over for one in journal.load().models if one.model_id == model] == [True]
 
 
 async def test_more_models_than_slots_are_as_good_as_a_slot_for_each(tmp_path: Path) -> None:

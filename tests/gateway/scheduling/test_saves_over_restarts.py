@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.scheduling.durable import durable
 from gateway.scheduling.snapshot_rules import SnapshotRules
 from tests.gateway.scheduling.lives import lives
 from tests.gateway.scheduling.rig import (
@@ -37,11 +38,13 @@ async def test_a_save_that_is_being_published_is_adopted(tmp_path: Path) -> None
             await succeeded(step)
             gateway = await machine.next(cell)
             assert gateway.again(saving).state == "writing"
+            # It holds up nobody now either.
+            await succeeded(gateway.scheduler.submit("alice", model, 4, forward_backward(only=True)))
             hold.release()
             saved = await succeeded(gateway.again(saving))
             assert read_manifest(gateway.version_dir(saved)).step == 0
             assert (cell.count(SaveState), cell.count(ForgetModels)) == (1, 0)
-            assert (await succeeded(gateway.scheduler.submit("alice", model, 4, save("later")))).step == 1
+            assert (await succeeded(gateway.scheduler.submit("alice", model, 5, save("later")))).step == 1
 
 
 async def test_a_save_whose_capture_was_not_on_record_yet_is_adopted_too(tmp_path: Path) -> None:
@@ -123,3 +126,63 @@ async def test_a_save_waits_for_the_room_that_a_snapshot_of_the_gateway_before_s
             await until(lambda: saving.waiting_for is not None or saving.is_done)
             hold.release()
             await succeeded(saving)
+
+
+async def test_two_saves_of_which_neither_outcome_is_on_record_are_both_answered(tmp_path: Path) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            holds = [cell.hold_next_publish() for _ in range(2)]
+            first, second = gateway.submit(model, save("a"), save("b"))
+            await second.accepted()
+            await reached(holds[0])
+            await until(lambda: first.turn is not None)
+            await durable(gateway.journal.when_written)
+            gateway.is_stuck = True
+            holds[0].release()
+            await reached(holds[1])
+            await until(lambda: second.turn is not None)
+            gateway = await machine.next(cell)
+            holds[1].release()
+            for future in (first, second):
+                await succeeded(gateway.again(future))
+            assert cell.count(SaveState) == 2
+
+
+async def test_a_save_that_a_cell_without_a_connection_finishes_is_found_and_not_made_again(tmp_path: Path) -> None:
+    """The cell is no more attached, but writes on: it is over when its epoch is."""
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            publish = cell.hold_next_publish()
+            saving = await gateway.scheduler.submit("alice", model, 1, save()).accepted()
+            await reached(publish)
+            await until(lambda: saving.state == "writing")
+            cell._link._path = tmp_path / "nowhere"
+            cell.drop_connection()
+            await until(lambda: not gateway.link.ready.is_set())
+            with gateway.cell() as second:
+                await until(gateway.link.ready.is_set)
+                await durable(gateway.journal.when_written)
+                publish.release()
+                disk = Vault(gateway.vault.root)
+                await until(lambda: disk.resolve(CheckpointAddress(model, "weights", "n")) is not None)
+                await asyncio.to_thread(cell.kill)
+                saved = await succeeded(saving)
+                assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
+                assert second.count_saves(model) == 0
+
+
+async def test_what_waits_is_counted_again_after_a_restart(tmp_path: Path) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        model = (await gateway.created()).model_id
+        waiting = [await future.accepted() for future in gateway.submit(model, forward_backward(), save())]
+        gateway = await machine.next()
+        assert gateway.scheduler.model("alice", model).pending == 3
+        with gateway.cell():
+            for future in waiting:
+                await succeeded(gateway.again(future))
+        assert gateway.scheduler.model("alice", model).pending == 0

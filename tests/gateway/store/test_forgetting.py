@@ -130,3 +130,14 @@ async def test_the_file_stays_bounded_where_snapshots_and_pruning_keep_up(tmp_pa
     # The log takes a while to come to its length; 100 MB have gone through.
     assert sizes[1] < 1.2 * sizes[0], sizes
     assert sizes[1] < 50 << 20
+
+
+async def test_what_is_forgotten_late_takes_no_number_back_that_was_forgotten_before(tmp_path: Path) -> None:
+    async with writing(tmp_path) as journal:
+        await ten_finished(journal, snapshot_turn=9)
+        for told in (range(3, 10), range(3)):
+            for number in told:
+                journal.journal.note_told(a_command(number).request_id, 100 + number, 500.0)
+            commands, model = await pruned(journal)
+            assert (model.floor, model.floor_turn) == (9, 9)
+        assert commands == []
