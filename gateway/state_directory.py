@@ -94,7 +94,13 @@ class StateDirectory:
         return self._short_directory() / "cell.sock"
 
     def write_pids(self, pids: Mapping[str, int]) -> None:
-        self._replace(self.run / "pids.json", json.dumps(pids).encode())
+        """Raises `OSError`; nothing is told then, rather than what was."""
+        place = self.run / "pids.json"
+        try:
+            self._replace(place, json.dumps(pids).encode())
+        except OSError:
+            place.unlink(missing_ok=True)
+            raise
 
     def clear_run(self) -> None:
         """Remove what says that something runs here."""
@@ -121,6 +127,7 @@ class StateDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(place)
-        except OSError:
+        except OSError as error:
             Path(temporary).unlink(missing_ok=True)
+            error.filename = error.filename or str(place)
             raise

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,6 +28,7 @@ _HOPELESS = 3
 _HOPELESS_LATER = 10
 _LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.1
+_RECORD_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Supervisor:
         self._stop_asked = asyncio.Event()
         self._killed_by: int | None = None
         self._is_announced = False
+        self._are_pids_recorded = True
 
     async def run(self) -> int:
         """Serve until told to stop; the exit status: 0 after an orderly stop, 1 when given up."""
@@ -106,6 +109,7 @@ class Supervisor:
                 self._keep("gateway", self._start_gateway, lambda: self._probe(client, is_ready=False))
             ),
             asyncio.create_task(self._keep_cell(client)),
+            asyncio.create_task(self._keep_record()),
         ]
         stop = asyncio.create_task(self._stop_asked.wait())
         try:
@@ -182,7 +186,18 @@ class Supervisor:
         try:
             self._state.write_pids({"supervisor": os.getpid(), **running})
         except OSError as error:
-            log(f"cellgate: the pids cannot be recorded: {error}")
+            if self._are_pids_recorded:
+                log(f"cellgate: the pids cannot be recorded: {error}")
+            self._are_pids_recorded = False
+        else:
+            self._are_pids_recorded = True
+
+    async def _keep_record(self) -> None:
+        """A volume that was full may have room again."""
+        while True:
+            await asyncio.sleep(_RECORD_AGAIN_S)
+            if not self._are_pids_recorded:
+                self._write_pids()
 
     def _sweep(self) -> None:
         """End what a dead child left running: an agent that was killed cannot end its ranks."""
@@ -213,7 +228,14 @@ class Supervisor:
                 grace_s = deadline - time.monotonic() - (1 - share) * self._plan.stop_grace_s
                 await child.stop(max(grace_s, 0.0))
                 del self._children[name]
+            if name == "gateway":
+                self._stop_listening()
         self._sweep()
+
+    def _stop_listening(self) -> None:
+        """Nobody will answer any more: better refused than kept waiting."""
+        with socket.socket(fileno=os.dup(self._plan.listener)) as listener:
+            listener.shutdown(socket.SHUT_RDWR)
 
 
 def _said(status: int) -> str:

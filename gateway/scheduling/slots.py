@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from gateway.scheduling.admission import deadline_s
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # A journal that cannot be read just now is asked again, so often.
 _READ_AGAIN_S = 0.5
+_TELL_AGAIN_S = 60.0
 
 
 class Slots:
@@ -58,6 +60,7 @@ class Slots:
         self._park_state = park_state
         self._save_again = save_again
         self._parked: set[str] = set()
+        self._num_gave_way, self._tell_next_s = 0, 0.0
 
     async def make_room(self, hello: Hello, model_id: str) -> None:
         """Have a slot free for `model_id`, or held by it. Raises `CellLost`; `CommandFailed` is a bug of the cell."""
@@ -65,6 +68,16 @@ class Slots:
             victim = self._residency.first(lambda other: other != model_id)
             assert victim is not None, "one command runs at a time, so the others can all give way"
             await self.park(self._queues[victim])
+            self._tell_of_shortage()
+
+    def _tell_of_shortage(self) -> None:
+        """Now and then: where models take turns in slots it happens all the time."""
+        self._num_gave_way += 1
+        if time.monotonic() >= self._tell_next_s:
+            log.info(
+                "more models than slots are in use: %d gave way to another since this was told", self._num_gave_way
+            )
+            self._num_gave_way, self._tell_next_s = 0, time.monotonic() + _TELL_AGAIN_S
 
     async def park(self, queue: ModelQueue) -> None:
         """Free the model's slot; its state is on disk, or can be had again from there and the journal."""

@@ -8,7 +8,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 
 from gateway import die_with_parent
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def has_ended(pid: int, within_s: float = PATIENCE_S) -> bool:
@@ -29,6 +30,26 @@ def has_ended(pid: int, within_s: float = PATIENCE_S) -> bool:
         return bool(select.select([descriptor], [], [], within_s)[0])
     finally:
         os.close(descriptor)
+
+
+def until(is_so: Callable[[], bool]) -> bool:
+    """There is no event for what another process does to a file or a port."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_refused(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/readyz", timeout=0.5)
+    except httpx.ConnectError:
+        return True
+    except httpx.HTTPError:
+        pass
+    return False
 
 
 class Service:
@@ -229,6 +250,30 @@ def test_what_does_not_stop_in_the_grace_period_is_killed(service: Service) -> N
     assert "cell has not stopped" in err
     assert has_ended(cell, 0.0)
     assert has_ended(rank, 0.0)
+
+
+@of_kind("stubborn", stop_grace_s=600.0)
+def test_while_only_the_cell_still_stops_clients_are_refused_and_not_kept_waiting(service: Service) -> None:
+    url = service.ready_url()
+    [cell, _] = service.event("cell")
+    service.process.send_signal(signal.SIGTERM)
+    service.event("gateway stops")
+    assert until(lambda: is_refused(url))
+    assert not has_ended(cell, 0.0)
+
+
+def test_pids_that_could_not_be_recorded_are_as_soon_as_they_can(service: Service) -> None:
+    service.ready_url()
+    run, away = service.directory / "run", service.directory / "away"
+    [gateway] = service.event("gateway")
+    run.rename(away)
+    os.kill(gateway, signal.SIGKILL)
+    [successor] = service.event("gateway")
+    away.rename(run)
+    assert until(lambda: json.loads((run / "pids.json").read_text())["gateway"] == successor)
+    service.process.send_signal(signal.SIGTERM)
+    _, _, err = service.finish()
+    assert "the pids cannot be recorded: " in err
 
 
 @of_kind("stubborn", stop_grace_s=600.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gateway.scheduling import slots as scheduling_slots
 from gateway.scheduling.durable import durable
 from gateway.scheduling.errors import (
     UnknownModel,
@@ -81,6 +83,23 @@ async def test_more_models_than_slots_are_as_good_as_a_slot_for_each(tmp_path: P
                 state = replace(cell.slots.models[model], turn=0)
                 assert alone.setdefault(seed, state) == state
             assert (cell.count(FreeModel) > 10) == (slots == 2)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_that_slots_are_short_is_told_and_not_at_every_turn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    monkeypatch.setattr(scheduling_slots, "_TELL_AGAIN_S", 3600.0)
+    caplog.set_level(logging.INFO, "gateway.scheduling.slots")
+    async with rig_with_cell(tmp_path, slots=slots) as (gateway, _):
+        models = [await gateway.model(), await gateway.model()]
+        for seq_id in range(1, 4):
+            for model in models:
+                await succeeded(gateway.scheduler.submit("alice", model, seq_id, forward_backward(only=True)))
+    told = [record.getMessage() for record in caplog.records if "more models than slots" in record.getMessage()]
+    assert told == (
+        ["more models than slots are in use: 1 gave way to another since this was told"] if slots == 1 else []
+    )
 
 
 async def test_a_finished_session_gives_its_slots_away_and_its_client_may_come_back(tmp_path: Path) -> None:
