@@ -86,6 +86,10 @@ class SimulatedCell:
         self._life.enter_context(self._vault.hold_epoch(self._hello.epoch))
         self._later(_START_S, self._dial)
 
+    @property
+    def epoch(self) -> str:
+        return self._hello.epoch
+
     def kill(self, loses_all: bool = False) -> None:
         if self.is_alive:
             self.is_alive = False

@@ -24,7 +24,8 @@ class Sent:
     """One request, however often it was sent. seq_id None: told by its key.
 
     state: unsure until somebody answered whether it is accepted. sent_at: the moments it was sent before it was.
-    told_at: the moment of the first telling of its answer; told_in / sent_in: the life of the gateway in which it was.
+    told_at: the moment of the first telling of its answer, told_s: by the clock; told_in: the life of the gateway in
+    which it was; sent_in: those in which it was sent before it was known to be accepted.
     is_late: it came when its number or its model was gone.
     """
 
@@ -34,10 +35,11 @@ class Sent:
     key: str | None = None
     state: State = "unsure"
     sent_at: list[int] = field(default_factory=list)
-    sent_in: int = 0
+    sent_in: list[int] = field(default_factory=list)
     request_id: str | None = None
     told: Success | CommandFailed | None = None
     told_at: int | None = None
+    told_s: float = 0.0
     told_in: int = 0
     is_late: bool = False
 
@@ -141,7 +143,7 @@ class Clients:
         if sent.state != "accepted":
             sent.state = "unsure"
             sent.sent_at.append(next(self._moments))
-            sent.sent_in = self._world.lives
+            sent.sent_in.append(self._world.lives)
         try:
             future = self._submit(gateway.scheduler, sent, sent.request)
             await future.accepted()
@@ -198,6 +200,7 @@ class Clients:
             assert answer is not None
             if sent.told is None:
                 sent.told, sent.told_at, sent.told_in = answer, next(self._moments), self._world.lives
+                sent.told_s = self._world.clock.now
             assert _same(sent.told, answer), f"was told {sent.told!r}, now {answer!r}"
 
 

@@ -169,7 +169,7 @@ class Programs(RuleBasedStateMachine):
     def change_what_was_refused(self, index: int, kind: str, number: int) -> None:
         if refused := [sent for sent in self.clients.all() if sent.state == "refused" and sent.seq_id]:
             sent = refused[index % len(refused)]
-            sent.request, sent.sent_at = request_of(kind, number, sent.model.model_id), []
+            sent.request, sent.sent_at, sent.sent_in = request_of(kind, number, sent.model.model_id), [], []
             self.clients.send(sent)
             self.world.run(steps=5)
 

@@ -24,8 +24,11 @@ from gateway.store.journal import Journal
 from tests.gateway.scheduling.rig import SECRET
 from tests.gateway.scheduling.stateful.cell import SimulatedCell
 from tests.gateway.scheduling.stateful.clock import Clock
+from tests.gateway.scheduling.stateful.ids import Ids
 from tests.gateway.scheduling.stateful.loop import Crash, SimulatedLoop
+from tests.gateway.scheduling.stateful.losses import Losses
 from tests.gateway.scheduling.stateful.process import ProcessDisk, StateDisk, SteppedWriter
+from tests.gateway.scheduling.stateful.tellings import Tellings
 from tests.gateway.scheduling.stateful.wire import Connection, SimulatedLink
 from trainer_cell.vault.layout import Vault
 
@@ -47,6 +50,7 @@ class Gateway:
         engine = new_engine(self._url)
         self._engine = engine
         self._lock = lock_file(self._url)
+        self._world = world
         self.journal = Journal(engine, "the journal", None)
         now = world.clock.monotonic
         self.scheduler = Scheduler(
@@ -60,10 +64,15 @@ class Gateway:
             gap_patience_s=GAP_PATIENCE_S,
             on_crash=world.note_bug,
         )
+        queues = self.scheduler._queues
+        self.link.on_hello = world.losses.note_hello
+        self.link.on_hung_up = lambda epoch: world.losses.note_hung_up(queues.values(), epoch)
         self.start: asyncio.Task[None] = self.loop.create_task(self._start())
 
     async def _start(self) -> None:
-        self.scheduler.restore(self.journal.load())
+        stored = self.journal.load()
+        self._world.tellings.note_reading(self._world.lives, stored)
+        self.scheduler.restore(stored)
         await self.scheduler.start()
 
     def connect(self, connection: Connection) -> None:
@@ -72,6 +81,9 @@ class Gateway:
 
     def _end(self) -> None:
         """SIGKILL: what is open is closed by the kernel, and nothing else happens."""
+        world = self._world
+        world.losses.note_gateway_lost(self.scheduler._queues.values())
+        world.tellings.note_end(world.lives, world.clock.now, world.state_disk)
         self.journal._writer.end()  # type: ignore[attr-defined]
         self._disk.end()
         for connection in self._connections:
@@ -80,6 +92,7 @@ class Gateway:
     def bury(self) -> None:
         """After its end: nothing of it is to run when its memory is freed."""
         self.loop.crash_at = 0
+        self.link.on_hung_up = lambda epoch: None
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             # Its last words reach nobody.
@@ -95,7 +108,7 @@ class Gateway:
 class World:
     """gateway / cell: None while there is none.
 
-    chance: decides how long everything takes. crashes: of a gateway, of a cell. lives: of gateways.
+    chance: decides how long everything takes. lives: of gateways, the one that there is or was last being the last.
     """
 
     def __init__(self, directory: Path, seed: int, slots: int) -> None:
@@ -106,7 +119,9 @@ class World:
         self.gateway: Gateway | None = None
         self.cell: SimulatedCell | None = None
         self.cells: list[SimulatedCell] = []
-        self.crashes = self.lives = 0
+        self.lives = 0
+        self.losses, self.tellings = Losses(), Tellings()
+        self._ids = Ids(seed)
         self.bugs: list[str] = []
         self.publish_s = 0.5
         self.slots = slots
@@ -127,8 +142,8 @@ class World:
     def start_gateway(self) -> None:
         if self.gateway is None:
             SteppedWriter.clock, SteppedWriter.disk = self.clock, self.state_disk
-            self.gateway = Gateway(self)
             self.lives += 1
+            self.gateway = Gateway(self)
 
     def start_cell(self) -> None:
         if self.cell is None or not self.cell.is_alive:
@@ -138,14 +153,12 @@ class World:
     def kill_gateway(self) -> None:
         gateway, self.gateway = self.gateway, None
         if gateway is not None:
-            self.crashes += 1
             gateway._end()
             gateway.bury()
 
     def kill_cell(self) -> None:
         if self.cell is not None and self.cell.is_alive:
             self.cell.kill(self.chance.random() < 0.5)
-            self.crashes += 1
 
     def dial(self, cell: SimulatedCell) -> Connection | None:
         gateway = self.gateway
@@ -158,6 +171,13 @@ class World:
     def has_asked(self, command_id: str) -> bool:
         futures = self.gateway.scheduler.futures if self.gateway is not None else None
         return futures is not None and futures.find(request_id_of(command_id)) is not None
+
+    def has_failed(self, command_id: str) -> bool:
+        """By no fault of its own, in any cell."""
+        return any(command_id in cell.faulty for cell in self.cells)
+
+    def losses_under(self, request_id: str) -> int:
+        return self.losses.of_command(request_id, (cell.epoch for cell in self.cells if cell.is_alive))
 
     def note_bug(self) -> None:
         self.bugs.append("the gateway ended by a bug")
@@ -178,7 +198,7 @@ class World:
     @contextmanager
     def told_to_all(self) -> Iterator[None]:
         """Within the block gateways live in this world."""
-        with self.clock.told_to_all(), pytest.MonkeyPatch.context() as patch:
+        with self.clock.told_to_all(), self._ids.given_to_all(), pytest.MonkeyPatch.context() as patch:
             patch.setattr("gateway.store.journal.Writer", SteppedWriter)
             yield
 
@@ -196,7 +216,6 @@ class World:
             self.gateway.loop.run(lambda: until() or self.clock.now >= end, steps)
         except Crash:
             dead, self.gateway = self.gateway, None
-            self.crashes += 1
             dead.bury()
         if self.gateway is not None:
             self._check_bugs(self.gateway)
