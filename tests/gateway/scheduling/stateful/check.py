@@ -53,6 +53,7 @@ def check(world: World, clients: Clients) -> None:
     check_tellings(world, clients)
     for client in clients.models:
         if client.sent[0].state == "accepted":
+            assert client.model_id in rows, f"accepted {client.model_id} is in the journal: False"
             of_model = rows.pop(client.model_id)
             for sent in client.all:
                 is_there = sent.request_id in of_model
@@ -84,9 +85,11 @@ def _check_slot(world: World, clients: Clients, client: ClientsModel, reference:
     told = _probe(world, clients, client)
     if isinstance(told, CommandFailed) and told.kind is ErrorKind.MODEL_LOST:
         # After so many crashes it was given up; the next cell brings it back.
-        num_lost = world.losses.of_model(client.model_id)
+        num_lost = world.losses.of_model(client.model_id, world.living)
         assert num_lost >= MOST_LOSSES, f"{told!r} after {num_lost} losses"
         world.kill_cell()
+        # Until that one has come the model is still lost.
+        let_it_rest(world, clients)
         told = _probe(world, clients, client)
     assert not isinstance(told, CommandFailed), f"{client.model_id} cannot be used: {told!r}"
     assert world.cell is not None

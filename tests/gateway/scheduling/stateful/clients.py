@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.scheduling.errors import QueueFull, SequenceConflict, Stopping, Unavailable, UnknownModel
-from gateway.scheduling.futures import Future, FutureBook
+from gateway.scheduling.errors import QueueFull, SequenceConflict, Stopping, Unavailable, UnknownFuture, UnknownModel
+from gateway.scheduling.futures import TOLD_GRACE_S, Future, FutureBook
 from gateway.scheduling.identity import model_id_of
 from gateway.scheduling.requests import CreateRequest, Request
 from gateway.scheduling.scheduler import Scheduler
@@ -102,7 +103,7 @@ class Clients:
         gateway = self._gateway
         if gateway is not None:
             finishing = gateway.scheduler.finish_session(model.tenant, model.session_id, "success", None)
-            gateway.loop.create_task(finishing)
+            gateway.loop.create_task(finishing).add_done_callback(_raise_at_once)
 
     @property
     def _gateway(self) -> Gateway | None:
@@ -125,7 +126,7 @@ class Clients:
             self.models.append(model)
             self.send(Sent(model, 0, request))
 
-        gateway.loop.create_task(go_on())
+        gateway.loop.create_task(go_on()).add_done_callback(_raise_at_once)
 
     def send(self, sent: Sent) -> None:
         """For the first time or again."""
@@ -137,7 +138,7 @@ class Clients:
         gateway = self._gateway
         if gateway is None:
             return
-        gateway.loop.create_task(self._send(gateway, sent))
+        gateway.loop.create_task(self._send(gateway, sent)).add_done_callback(_raise_at_once)
 
     async def _send(self, gateway: Gateway, sent: Sent) -> None:
         if sent.state != "accepted":
@@ -189,9 +190,12 @@ class Clients:
 
     def _poll(self, futures: FutureBook) -> None:
         for sent in self.all():
-            if sent.request_id is None:
+            if sent.request_id is None or (sent.is_told and self._world.clock.now - sent.told_s >= TOLD_GRACE_S):
                 continue
-            future = futures.get(sent.model.tenant, sent.request_id)
+            try:
+                future = futures.get(sent.model.tenant, sent.request_id)
+            except UnknownFuture as error:
+                raise AssertionError(f"what was accepted is not known: {sent.seq_id} {sent.request}") from error
             if not future.is_done:
                 assert not sent.is_told, "an answer that was told is gone"
                 continue
@@ -202,6 +206,12 @@ class Clients:
                 sent.told, sent.told_at, sent.told_in = answer, next(self._moments), self._world.lives
                 sent.told_s = self._world.clock.now
             assert _same(sent.told, answer), f"was told {sent.told!r}, now {answer!r}"
+
+
+def _raise_at_once(task: asyncio.Task[None]) -> None:
+    """What a client found, it found now."""
+    if not task.cancelled():
+        task.result()
 
 
 def _same(first: Success | CommandFailed, second: Success | CommandFailed) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 
 from gateway.scheduling.model_queue import ModelQueue
 
@@ -17,36 +17,32 @@ class Losses:
     def __init__(self) -> None:
         self._gateways: Counter[str] = Counter()
         self._dead: Counter[str] = Counter()
-        # By epoch: what ran when its connection ended, while nobody knows whether it lives.
+        # By epoch: what ran or was brought back when its connection ended, while nobody knows whether it lives.
         self._unsure: dict[str, list[str]] = {}
-        self._brought_back: defaultdict[str, int] = defaultdict(int)
-        self._most_brought_back: Counter[str] = Counter()
 
-    def of_command(self, request_id: str, living: Iterable[str]) -> int:
+    def of_command(self, request_id: str, living: Container[str]) -> int:
         """Gateways and cells that were lost while it was in hand. living: epochs of cells that are alive."""
-        lives = set(living)
-        unsure = sum(ids.count(request_id) for epoch, ids in self._unsure.items() if epoch not in lives)
-        return self._gateways[request_id] + self._dead[request_id] + unsure
+        return self._gateways[request_id] + self._cells(request_id, living)
 
-    def of_model(self, model_id: str) -> int:
-        """Connections that ended while one gateway had the model brought back: the most in any of its lives."""
-        return self._most_brought_back[model_id]
+    def of_model(self, model_id: str, living: Container[str]) -> int:
+        """Cells that were lost while it was brought back."""
+        return self._cells(model_id, living)
+
+    def _cells(self, lost: str, living: Container[str]) -> int:
+        return self._dead[lost] + sum(ids.count(lost) for epoch, ids in self._unsure.items() if epoch not in living)
 
     def note_gateway_lost(self, queues: Iterable[ModelQueue]) -> None:
         for queue in queues:
             head = queue.running or (queue.ready[0] if queue.ready and queue.ready[0].attempts else None)
             if head is not None:
                 self._gateways[head.request_id] += 1
-        self._brought_back.clear()
 
     def note_hung_up(self, queues: Iterable[ModelQueue], epoch: str) -> None:
         for queue in queues:
             if queue.running is not None:
                 self._unsure.setdefault(epoch, []).append(queue.running.request_id)
             if queue.losses and (queue.running is not None or queue.must_save_again):
-                model_id = queue.model.model_id
-                self._brought_back[model_id] += 1
-                self._most_brought_back[model_id] = max(self._most_brought_back[model_id], self._brought_back[model_id])
+                self._unsure.setdefault(epoch, []).append(queue.model.model_id)
 
     def note_hello(self, epoch: str) -> None:
         """That one lives, and no other does: a machine has one cell at a time."""

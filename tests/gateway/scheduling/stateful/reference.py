@@ -95,10 +95,11 @@ class Reference:
     def _check_given_up(self, sent: Sent, told: CommandFailed) -> None:
         """A command that ended cells, or whose model no cell could hold."""
         assert sent.request_id is not None
+        losses, living = self._world.losses, self._world.living
         if told.kind is ErrorKind.CELL_LOST:
-            num_lost, most = self._world.losses_under(sent.request_id), MOST_ATTEMPTS
+            num_lost, most = losses.of_command(sent.request_id, living), MOST_ATTEMPTS
         else:
-            num_lost, most = self._world.losses.of_model(sent.model.model_id), MOST_LOSSES
+            num_lost, most = losses.of_model(sent.model.model_id, living), MOST_LOSSES
         assert num_lost >= most, f"{told!r} after {num_lost} losses"
 
     def _done(self, request: Request, sent: Sent, command_id: str) -> Success:
