@@ -2,6 +2,7 @@
 
 Single checkpoints are deleted and pinned under the locks a service takes, too, so that is safe while one runs. `gc`
 looks at the whole root and takes the lock of the root: a running service collects by itself, and `gc` then refuses.
+Neither removes what a model in the journal of the state would be brought back from.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from pydantic import BaseModel, Field
 from pydantic_settings import CliApp, CliPositionalArg, CliSubCommand, CliToggleFlag
 
 from gateway.format_commands import ExportCheckpoint
+from gateway.held_versions import held_for_models
 from gateway.scheduling.identity import timestamp
 from gateway.settings import RetentionSettings, StateSettings
+from gateway.state_directory import StateDirectory
+from gateway.store.errors import JournalUnusable
 from trainer_cell.vault.collect import Collector, Due
 from trainer_cell.vault.deletion import delete_checkpoint
 from trainer_cell.vault.errors import VaultError, VaultLocked
@@ -145,7 +149,7 @@ class CollectCheckpoints(RetentionSettings):
                 due, errors = collector.plan()
                 removed = list(list_quarantined(vault)) if self.quarantined else []
             else:
-                with vault.lock():
+                with vault.lock(), held_for_models(StateDirectory(self.state), vault):
                     collected = collector.collect()
                     sweep_staging(vault)
                     removed = empty_quarantine(vault) if self.quarantined else []
@@ -154,7 +158,7 @@ class CollectCheckpoints(RetentionSettings):
                     sys.stderr.write(f"in use, stays for now: {_due(kept)}\n")
         except VaultLocked:
             sys.exit("cellgate: a service runs on this root and collects by itself; stop it, or use --dry-run")
-        except VaultError as error:
+        except (VaultError, JournalUnusable) as error:
             sys.exit(f"cellgate: {error}")
         for line in [*map(_due, due), *map(_quarantined, removed)]:
             sys.stdout.write(f"{line}\n")
@@ -176,7 +180,7 @@ class _OneCheckpoint(StateSettings):
             address = CheckpointAddress.parse(self.address)
             if not act(Vault(self.checkpoint_root), address):
                 sys.exit(f"cellgate: there is no checkpoint {address.uri}")
-        except VaultError as error:
+        except (VaultError, JournalUnusable) as error:
             sys.exit(f"cellgate: {error}")
         sys.stdout.write(f"{address.uri} {done}\n")
 
@@ -185,7 +189,11 @@ class DeleteCheckpoint(_OneCheckpoint):
     """Delete one checkpoint with all its versions, damaged or not; safe while a service runs."""
 
     def cli_cmd(self) -> None:
-        self._do(delete_checkpoint, "deleted")
+        self._do(self._delete, "deleted")
+
+    def _delete(self, vault: Vault, address: CheckpointAddress) -> bool:
+        with held_for_models(StateDirectory(self.state), vault):
+            return delete_checkpoint(vault, address)
 
 
 class PinCheckpoint(_OneCheckpoint):

@@ -126,14 +126,14 @@ class Captures:
         for one in self._publications.end(flight.command_id):
             self._turns.advance(one)
 
-    async def snapshot(self, queue: ModelQueue) -> None:
-        """Begin a recovery snapshot of a resident model; nothing when one of its saves is under way, or the journal
-        cannot be written. Raises `CellLost`, or `CommandFailed` when there is no room for it now."""
+    async def snapshot(self, queue: ModelQueue) -> bool:
+        """Begin a recovery snapshot of a resident model, if the journal can be written; False when one of its saves is
+        under way. Raises `CellLost`, or `CommandFailed` when there is no room for it now."""
         model, last = queue.model, queue.history.last_of_weights
-        if last is None or model.model_id in self._publications or queue.unsettled is not None:
-            return
-        if not self._journal.is_available:
-            return
+        if model.model_id in self._publications or queue.unsettled is not None:
+            return False
+        if last is None or not self._journal.is_available:
+            return True
         # What a snapshot holds must be in the journal first: a gateway that finds it must not do any of it again.
         await durable(self._journal.when_written)
         command = SaveState(
@@ -153,7 +153,19 @@ class Captures:
             },
         )
         flight = await self._link.capture(command, _ignore)
+        if flight.answer.done():
+            await self._captured(queue, flight)
         self._begin(queue, self._publish_snapshot(queue, flight, last.turn))
+        return True
+
+    async def _captured(self, queue: ModelQueue, flight: Flight) -> None:
+        """Raises `CommandFailed` for a snapshot that failed before it was."""
+        try:
+            await flight.outcome()
+        except CommandFailed:
+            queue.history.note_no_snapshot()
+            self._link.acknowledge(flight.command_id)
+            raise
 
     def forget(self, model_id: str) -> None:
         """Have the snapshots of a model that is over removed, behind everybody's back."""

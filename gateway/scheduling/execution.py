@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -54,6 +55,7 @@ class Execution:
         self._journal = journal
         self._queues = queues
         self._residency = residency
+        self._publications = publications
         self._rules = rules
         self._turns = turns
         self.dispatcher = Dispatcher(link, catalog, journal, residency, self._make_room)
@@ -103,7 +105,7 @@ class Execution:
                 raise CommandFailed(
                     ErrorKind.MODEL_LOST,
                     f"the trainer cell was lost {MOST_LOSSES} times while it brought back model {model.model_id}; "
-                    "its last snapshot and its checkpoints are on disk: load one of them to go on",
+                    "load its last snapshot or one of its checkpoints to go on",
                 )
             await self._slots.bring_back(queue, hello)
         except CommandFailed as failure:
@@ -127,19 +129,26 @@ class Execution:
         with suppress(CellLost):
             await self.snapshot(queue)
 
-    async def snapshot(self, queue: ModelQueue) -> None:
-        """Begin a snapshot if one is needed; without room for it now the journal alone has to do. Raises `CellLost`."""
+    async def snapshot(self, queue: ModelQueue) -> bool:
+        """Begin a snapshot if one is needed; without room for it now the journal alone has to do. False where there may
+        be once a save that is being written is. Raises `CellLost`."""
         if not queue.history.is_dirty:
-            return
+            return True
         try:
-            await self.captures.snapshot(queue)
+            return await self.captures.snapshot(queue)
         except CommandFailed as failure:
             log.info("no snapshot of %s now: %s", queue.model.model_id, failure.message)
+            return failure.kind is not ErrorKind.SAVE_BUFFERS_FULL
 
     async def snapshot_all(self) -> None:
-        """Of every resident model that has come further than its last one. Raises `CellLost`."""
-        for model_id in self._residency.all():
-            await self.snapshot(self._queues[model_id])
+        """Of every resident model that has come further than its last one, those last of which a save is being written.
+        Raises `CellLost`."""
+        waiting = self._residency.all()
+        while waiting:
+            waiting = [model_id for model_id in waiting if not await self.snapshot(self._queues[model_id])]
+            if not self._publications:
+                return
+            await asyncio.wait(self._publications.tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def park(self, queue: ModelQueue) -> None:
         """Free the model's slot, if it has one. Raises `CellLost`."""

@@ -48,7 +48,7 @@ class Slots:
         journal: Journal,
         queues: Mapping[str, ModelQueue],
         residency: Residency,
-        park_state: Callable[[ModelQueue], Awaitable[None]],
+        park_state: Callable[[ModelQueue], Awaitable[object]],
         save_again: Callable[[ModelQueue], Awaitable[None]],
     ) -> None:
         self._link = link
@@ -87,7 +87,7 @@ class Slots:
             raise CommandFailed(
                 ErrorKind.MODEL_LOST,
                 f"the state of model {model_id} could not be brought back into the trainer cell: {failure.message}; "
-                "its last snapshot and its checkpoints are on disk: load one of them to go on",
+                "load one of its checkpoints that is whole, or its last snapshot if that is, to go on",
             ) from failure
         self._residency.touch(model_id)
         queue.losses = 0

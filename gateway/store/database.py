@@ -10,13 +10,15 @@ import errno
 import fcntl
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
-from gateway.store.errors import JournalUnusable
+from gateway.store.errors import JournalInUse, JournalUnusable
 
 # SQLite's smallest page. It takes a file that is shorter for an empty one.
 _SHORTEST_FILE = 512
@@ -48,7 +50,7 @@ def lock_file(url: URL) -> int | None:
     """The descriptor that holds the database for this journal alone, or None where the database is no file.
 
     On a file of its own: SQLite's locks on the database would go with the first descriptor of it that anybody here
-    closes. Raises `JournalUnusable` where another journal has it.
+    closes. Raises `JournalInUse` where another journal has it.
     """
     if url.get_backend_name() != "sqlite":
         return None
@@ -64,7 +66,7 @@ def lock_file(url: URL) -> int | None:
         os.close(descriptor)
         if error.errno != errno.EWOULDBLOCK:
             raise JournalUnusable(f"{describe(url)} cannot be locked: {error.strerror} ({path})") from error
-        raise JournalUnusable(
+        raise JournalInUse(
             f"{describe(url)} is in use by another gateway: end that one first, or give this one a state of its own"
         ) from error
     return descriptor
@@ -81,6 +83,24 @@ def new_engine(url: URL) -> Engine:
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)
     return engine
+
+
+def reading_engine(url: URL) -> Engine:
+    """Of a database that is there and that nobody writes to; writes nothing, so that a full disk is no matter."""
+    if url.get_backend_name() != "sqlite":
+        return create_engine(url)
+    # Without a log SQLite would make one before it reads; of one that is there it would write the index anew.
+    has_log = Path(f"{url.database}-wal").exists()
+    name = f"file:{quote(str(url.database))}?{'mode=ro&readonly_shm=1' if has_log else 'immutable=1'}"
+    return create_engine(url, creator=lambda: sqlite3.connect(name, uri=True, check_same_thread=False))
+
+
+def release(lock: int | None) -> None:
+    """What `lock_file` gave."""
+    if lock is not None:
+        # Whatever it says, the descriptor is gone, and the lock with it.
+        with suppress(OSError):
+            os.close(lock)
 
 
 def is_out_of_room(error: DBAPIError) -> bool:

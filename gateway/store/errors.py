@@ -2,6 +2,7 @@
 
 JournalUnavailable   a write did not become durable: the volume is full or failing; it may work again later
 JournalUnusable      the database cannot be opened or read at all; somebody has to look at it
+└── JournalInUse     another process has it
 """
 
 from __future__ import annotations
@@ -13,3 +14,7 @@ class JournalUnavailable(Exception):
 
 class JournalUnusable(Exception):
     """The journal cannot serve; the message names the file and says what to do."""
+
+
+class JournalInUse(JournalUnusable):
+    """Another journal is open on the database."""

@@ -7,9 +7,7 @@ durable. All writes keep the order they were asked for in, across models and kin
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 from sqlalchemy import URL, Engine, make_url
@@ -17,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gateway.store import writes
 from gateway.store.callbacks import Callback
-from gateway.store.database import check, describe, lock_file, new_engine
+from gateway.store.database import check, describe, lock_file, new_engine, release
 from gateway.store.errors import JournalUnavailable, JournalUnusable
 from gateway.store.forgetting import prune
 from gateway.store.migration import migrate
@@ -54,7 +52,7 @@ class Journal:
         try:
             engine = _opened(address, where)
         except JournalUnusable:
-            _release(lock)
+            release(lock)
             raise
         return cls(engine, where, lock)
 
@@ -168,7 +166,7 @@ class Journal:
         finally:
             self._reader.disconnect()
             self._engine.dispose()
-            _release(self._lock)
+            release(self._lock)
 
     def _note(
         self,
@@ -198,10 +196,3 @@ def _opened(address: URL, where: str) -> Engine:
         engine.dispose()
         raise
     return engine
-
-
-def _release(lock: int | None) -> None:
-    if lock is not None:
-        # Whatever it says, the descriptor is gone, and the lock with it.
-        with suppress(OSError):
-            os.close(lock)

@@ -26,11 +26,19 @@ def migrate(connection: Connection, where: str, migrations: Path = MIGRATIONS) -
     """
     # It tells of itself at every start.
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    config = Config()
-    # A `%` in a path would be taken for an interpolation.
-    config.set_main_option("script_location", str(migrations).replace("%", "%%"))
-    found = MigrationContext.configure(connection).get_current_heads()
+    config = _config(migrations)
+    if is_newest(connection, where, migrations):
+        return
     revisions = ScriptDirectory.from_config(config)
+    log.info("bringing %s to revision %s", where, revisions.get_current_head())
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def is_newest(connection: Connection, where: str, migrations: Path = MIGRATIONS) -> bool:
+    """Whether there is nothing to migrate. Raises `JournalUnusable` as `migrate` does."""
+    found = MigrationContext.configure(connection).get_current_heads()
+    revisions = ScriptDirectory.from_config(_config(migrations))
     if unknown := set(found) - {step.revision for step in revisions.walk_revisions()}:
         raise JournalUnusable(
             f"{where} was written by a newer cellgate (its tables have revision {', '.join(sorted(unknown))}, this "
@@ -38,8 +46,11 @@ def migrate(connection: Connection, where: str, migrations: Path = MIGRATIONS) -
         )
     if not found and inspect(connection).get_table_names():
         raise JournalUnusable(f"{where} belongs to another program: move it away, or name another file")
-    if set(found) == set(revisions.get_heads()):
-        return
-    log.info("bringing %s to revision %s", where, revisions.get_current_head())
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    return set(found) == set(revisions.get_heads())
+
+
+def _config(migrations: Path) -> Config:
+    config = Config()
+    # A `%` in a path would be taken for an interpolation.
+    config.set_main_option("script_location", str(migrations).replace("%", "%%"))
+    return config

@@ -25,7 +25,7 @@ from trainer_cell.training.frequencies import inverse_frequencies
 from trainer_cell.training.model_shape import ModelShape, check_layout, read_shape
 from trainer_cell.training.output_head import OutputHead
 from trainer_cell.training.projections import Adapted, AdaptedColumn, AdaptedRow, adapted_of
-from trainer_cell.training.recompute import RecomputedLayer
+from trainer_cell.training.recompute import RecomputedLayer, get_ready_to_recompute
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,17 @@ def start_parallel(layout: Layout, deterministic: bool = True) -> None:
     minutes = int(COLLECTIVE_TIMEOUT.total_seconds() // 60)
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, distributed_timeout_minutes=minutes)
     model_parallel_cuda_manual_seed(1)
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    _choose_algorithms(deterministic)
     # Else every torch.empty is filled with NaN, which finds bugs and costs a pass over the memory.
     torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _choose_algorithms(deterministic: bool) -> None:
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    else:
+        # The same, but for the compiler, which the other would import: half of a small cell's start.
+        torch.set_deterministic_debug_mode("warn" if deterministic else "default")
 
 
 def build_base(
@@ -113,7 +121,9 @@ def _described_by_first(directory: Path, shape: ModelShape) -> BaseModel:
 
 def _empty_model(shape: ModelShape, layout: Layout, device: torch.device, dtype: torch.dtype, recompute: bool) -> Any:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.module = RecomputedLayer if recompute else spec.module
+    if recompute:
+        get_ready_to_recompute()
+        spec.module = RecomputedLayer
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp
     # A module spec in megatron-core 0.16, a functools.partial since 0.19.
     mlp = mlp.keywords["submodules"] if hasattr(mlp, "keywords") else mlp.submodules

@@ -27,22 +27,11 @@ def install() -> bool:
         # torch caches the set of its factory functions for `with torch.device(...)`. Filled after the wrapping below,
         # it would hold the wrappers, and meta-device construction would leave buffers uninitialised without a word.
         _device._device_constructors()
-        _switch_compiler_off()
         _redirect_device()
         _redirect_random_state()
         _redirect_megatron_random_state()
         _installed = True
     return True
-
-
-def _switch_compiler_off() -> None:
-    """megatron-core compiles small functions at their first call, again for new lengths: seconds in the middle of a
-    command, a C++ compiler needed on the machine, and other bits where compiled and plain code take turns."""
-
-    def plain(model: Any = None, **_options: Any) -> Any:
-        return model if model is not None else lambda function: function
-
-    torch.compile = plain
 
 
 def _redirect_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,6 +11,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils.checkpoint import checkpoint
 
 from trainer_cell.training.projections import Routing, adapted_of
+
+
+def get_ready_to_recompute() -> None:
+    """torch imports its compiler at the first checkpoint, which must not take seconds of a command."""
+    importlib.import_module("torch._dynamo")
 
 
 class RecomputedLayer(TransformerLayer):  # type: ignore[misc]

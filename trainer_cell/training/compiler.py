@@ -1,0 +1,21 @@
+"""Keeps torch's compiler out of a process without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def switch_off_without_gpu() -> None:
+    """Before megatron-core is imported, which asks for the compiler then: that alone is a third of a rank's start.
+
+    megatron-core compiles small functions at their first call, again for new lengths: seconds in the middle of a
+    command, a C++ compiler needed on the machine, and other bits where compiled and plain code take turns.
+    """
+    if not torch.cuda.is_available():
+        torch.compile = _plain
+
+
+def _plain(model: Any = None, **_options: Any) -> Any:
+    return model if model is not None else lambda function: function
