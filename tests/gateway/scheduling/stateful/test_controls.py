@@ -118,7 +118,7 @@ def snapshots_run_ahead_of_the_journal(patch: Patch) -> None:
 
 
 # Each with what the programs say when they find it: that something else goes wrong is no proof.
-_QUICK = {
+_QUICK: dict[Callable[[Patch], None], str] = {
     # It gets an id, a row and so a place of its own; or none, since there is a row of that number.
     retries_are_new: r"a retry got another request id|what was accepted is refused when it comes again|^turns \[None",
     contents_are_not_compared: "another content under the same number was accepted",
@@ -133,11 +133,11 @@ _QUICK = {
     outcomes_are_not_heard: "was told .* instead of ",
     those_held_are_forgotten: r"not answered: .* accepted \('queued', ",
 }
-_RARE = {
+_RARE: dict[Callable[[Patch], None], str] = {
     answered_before_it_is_durable: "an answer that was told is gone|^was told .*, now ",
-    slots_are_kept_however_far_they_are: "",
+    slots_are_kept_however_far_they_are: r"was told .* instead of |:train:\d+: \{'weight'",
     places_of_saves_are_not_on_record: "turns ",
-    snapshots_run_ahead_of_the_journal: "",
+    snapshots_run_ahead_of_the_journal: r"was told .* instead of |cannot be used: |:train:\d+: \{'weight'",
 }
 
 

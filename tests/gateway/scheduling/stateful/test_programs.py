@@ -9,7 +9,7 @@ from tests.gateway.scheduling.stateful.drawn import SETTINGS, run_programs
 
 
 def test_no_program_of_clients_and_crashes_loses_or_repeats_anything() -> None:
-    run_programs(settings(SETTINGS, max_examples=100, derandomize=True))
+    run_programs(settings(SETTINGS, max_examples=60, derandomize=True))
 
 
 @pytest.mark.full
