@@ -149,9 +149,15 @@ class CellEpoch:
         return is_saved and resident.turn == queue.history.last_turn
 
     def _acquit(self, is_same_life: bool) -> None:
-        """What ran when the connection alone was lost has ended no cell, whether its model had a slot yet or not."""
+        """What ran when the connection alone was lost has ended no cell: neither the command, nor, where its model was
+        still being brought back, that."""
         interrupted, self.interrupted = self.interrupted, None
-        if is_same_life and interrupted is not None and interrupted.turn is None and interrupted.attempts:
+        if not is_same_life or interrupted is None:
+            return
+        queue = self._queues[interrupted.model_id]
+        if queue.losses:
+            queue.losses -= 1
+        elif interrupted.turn is None and interrupted.attempts:
             interrupted.attempts -= 1
 
     def _keep(self, queue: ModelQueue, hello: Hello, is_first: bool) -> None:

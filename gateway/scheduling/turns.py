@@ -209,8 +209,10 @@ class Turns:
 
     async def _take_turn(self, queue: ModelQueue) -> None:
         if queue.must_save_again:
-            with suppress(CellLost):
+            try:
                 await self._execution.save_again(queue)
+            except CellLost:
+                self._epoch.interrupted = queue.unsettled
             self.advance(queue)
             return
         future = queue.running = queue.ready.popleft()

@@ -105,6 +105,20 @@ def test_a_gateway_that_goes_away_is_dialled_again_and_told_a_new_hello(gateway:
     link.close()
 
 
+def test_what_a_gateway_sent_before_it_went_is_taken_before_another_is_dialled(gateway: Gateway, path: Path) -> None:
+    link = make_link(path)
+    received: list[bytes | None] = []
+    receiving = threading.Thread(target=lambda: received.extend(link.next_frame() for _ in range(2)))
+    receiving.start()
+    connection, _ = gateway.accept()
+    send_frame(connection, WORK)
+    send_frame(connection, OTHER_WORK)
+    connection.close()
+    receiving.join(10)
+    assert received == [WORK, OTHER_WORK]
+    link.close()
+
+
 def test_what_is_said_to_a_gateway_that_is_gone_does_not_end_the_cell(gateway: Gateway, path: Path) -> None:
     link = make_link(path)
     receiving = threading.Thread(target=link.next_frame)

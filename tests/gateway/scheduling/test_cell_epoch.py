@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.scheduling.execution import MOST_LOSSES
 from gateway.scheduling.requests import UnloadRequest
 from tests.fakes.fake_cell import FakeCell
 from tests.gateway.scheduling.rig import (
@@ -26,7 +27,7 @@ from tests.gateway.scheduling.rig import (
     until,
     within,
 )
-from trainer_cell.protocol.commands import CreateModel, ForgetModels, ForwardBackward, SaveState
+from trainer_cell.protocol.commands import CreateModel, ForgetModels, ForwardBackward, LoadState, SaveState
 from trainer_cell.vault.layout import CheckpointAddress
 from trainer_cell.vault.manifest import read_manifest
 
@@ -208,6 +209,27 @@ async def test_a_command_whose_answer_was_lost_with_the_connection_is_not_run_ag
         assert cell.count(ForgetModels) == 0
         assert running.attempts == 1
         assert (await succeeded(gateway.scheduler.submit("alice", idle, 4, optim_step()))).step == 2
+
+
+async def test_a_model_is_not_given_up_where_connections_alone_end_while_it_is_brought_back(tmp_path: Path) -> None:
+    async with rig(tmp_path) as gateway:
+        with gateway.cell(slots=1) as cell:
+            model = await gateway.model()
+            for future in gateway.submit(model, forward_backward(), optim_step(), forward_backward(7)):
+                await succeeded(future)
+            await gateway.model()
+            hold = cell.hold_next(LoadState)
+            step = gateway.scheduler.submit("alice", model, 4, optim_step())
+            for _ in range(MOST_LOSSES + 1):
+                await reached(hold)
+                next_hold = cell.hold_next(LoadState)
+                cell.drop_connection()
+                await until_lost(gateway)
+                hold.release()
+                hold = next_hold
+            hold.release()
+            assert (await succeeded(step)).step == 2
+            assert step.attempts == 1
 
 
 async def test_a_step_on_a_gradient_that_failed_in_part_is_refused_also_after_the_cell_was_lost(tmp_path: Path) -> None:

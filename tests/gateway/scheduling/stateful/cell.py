@@ -36,6 +36,7 @@ from trainer_cell.vault.layout import Vault
 from trainer_cell.vault.ulid import new_ulid
 
 _BUFFERS = 2
+_START_S, _REDIAL_S = 0.01, 0.05
 
 
 class Gateways(Protocol):
@@ -83,7 +84,11 @@ class SimulatedCell:
         self._connection: Connection | None = None
         self._life = ExitStack()
         self._life.enter_context(self._vault.hold_epoch(self._hello.epoch))
-        self._later(0.01, self._dial)
+        self._later(_START_S, self._dial)
+
+    @property
+    def epoch(self) -> str:
+        return self._hello.epoch
 
     def kill(self, loses_all: bool = False) -> None:
         if self.is_alive:
@@ -119,23 +124,30 @@ class SimulatedCell:
     # Its connection
 
     def _dial(self) -> None:
-        if self._connection is None:
-            connection = self._gateways.dial(self)
-            if connection is None:
-                self._later(0.05, self._dial)
-                return
-            self._connection = connection
-            resident = tuple(
-                ResidentModel(model_id, model.adapter, model.step, model.iteration, model.turn)
-                for model_id, model in self.slots.models.items()
-            )
-            hello = self._book.told_in(msgspec.structs.replace(self._hello, models=resident))
-            connection.say(encode_said(hello))
+        """Between commands alone: rank 0 dials where it waits for the next one, which is after it took all that the
+        last connection brought, so that a hello tells of every command either what came of it or nothing."""
+        if self._connection is not None or self._is_busy:
+            return
+        connection = self._gateways.dial(self)
+        if connection is None:
+            self._later(_REDIAL_S, self._dial)
+            return
+        self._connection = connection
+        resident = tuple(
+            ResidentModel(model_id, model.adapter, model.step, model.iteration, model.turn)
+            for model_id, model in self.slots.models.items()
+        )
+        hello = self._book.told_in(msgspec.structs.replace(self._hello, models=resident))
+        connection.say(encode_said(hello))
 
     def hung_up(self, connection: Connection) -> None:
         if connection is self._connection:
             self._connection = None
-            self._later(0.05, self._dial)
+            self._dial_if_free()
+
+    def _dial_if_free(self) -> None:
+        if self._connection is None and not self._is_busy:
+            self._later(0.0, self._dial)
 
     def hear(self, connection: Connection, frame: bytes) -> None:
         if self.is_alive and connection is self._connection:
@@ -159,6 +171,7 @@ class SimulatedCell:
             if receipt.is_to_run and not isinstance(command, Tick):
                 self._is_busy = True
                 self._later(self._command_s(), lambda command=command: self._execute(command))  # type: ignore[misc]
+        self._dial_if_free()
 
     def _execute(self, command: ModelCommand | ForgetModels) -> None:
         self.executed.append(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.scheduling.execution import MOST_LOSSES
 from gateway.store.records import CommandRecord
 from tests.gateway.scheduling.rig import forward_backward
 from tests.gateway.scheduling.stateful.clients import Clients, ClientsModel, Sent
@@ -13,7 +14,6 @@ from trainer_cell.vault.layout import CheckpointAddress, Vault
 
 # In simulated time; a number that never comes is sealed within it, a save published, a model brought back.
 PATIENCE_S = 2000.0
-CRASHES_TO_GIVE_UP = 3
 
 
 def let_it_rest(world: World, clients: Clients) -> None:
@@ -50,20 +50,29 @@ def check(world: World, clients: Clients) -> None:
     rows: dict[str, dict[str, CommandRecord]] = {}
     for row in gateway.journal.load().commands:
         rows.setdefault(row.model_id, {})[row.request_id] = row
-    faulty = {command_id for cell in world.cells for command_id in cell.faulty}
+    check_tellings(world, clients)
     for client in clients.models:
         if client.sent[0].state == "accepted":
+            assert client.model_id in rows, f"accepted {client.model_id} is in the journal: False"
             of_model = rows.pop(client.model_id)
             for sent in client.all:
                 is_there = sent.request_id in of_model
                 assert is_there == (sent.state == "accepted"), (
                     f"{sent.state} {sent.request} is in the journal: {is_there}"
                 )
-            reference = Reference(client, of_model, faulty, world.crashes >= CRASHES_TO_GIVE_UP)
+            reference = Reference(client, of_model, world)
             _check_disk(world, client, reference)
             if not reference.is_over:
                 _check_slot(world, clients, client, reference)
     assert not rows, "commands of models that nobody has asked for"
+
+
+def check_tellings(world: World, clients: Clients) -> None:
+    """That an answer was told is on record soon, and at the latest with the next that is accepted."""
+    for sent in clients.all():
+        if sent.request_id is not None and world.tellings.must_be_known(sent.told_s, sent.told_in):
+            is_known = world.tellings.is_known(sent.request_id, sent.told_in)
+            assert is_known, f"{sent.model.model_id} {sent.seq_id} was told in life {sent.told_in}: not on record"
 
 
 def _check_disk(world: World, client: ClientsModel, reference: Reference) -> None:
@@ -76,8 +85,11 @@ def _check_slot(world: World, clients: Clients, client: ClientsModel, reference:
     told = _probe(world, clients, client)
     if isinstance(told, CommandFailed) and told.kind is ErrorKind.MODEL_LOST:
         # After so many crashes it was given up; the next cell brings it back.
-        assert world.crashes >= CRASHES_TO_GIVE_UP
+        num_lost = world.losses.of_model(client.model_id, world.living)
+        assert num_lost >= MOST_LOSSES, f"{told!r} after {num_lost} losses"
         world.kill_cell()
+        # Until that one has come the model is still lost.
+        let_it_rest(world, clients)
         told = _probe(world, clients, client)
     assert not isinstance(told, CommandFailed), f"{client.model_id} cannot be used: {told!r}"
     assert world.cell is not None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.scheduling.errors import QueueFull, SequenceConflict, Stopping, Unavailable, UnknownModel
-from gateway.scheduling.futures import Future, FutureBook
+from gateway.scheduling.errors import QueueFull, SequenceConflict, Stopping, Unavailable, UnknownFuture, UnknownModel
+from gateway.scheduling.futures import TOLD_GRACE_S, Future, FutureBook
 from gateway.scheduling.identity import model_id_of
 from gateway.scheduling.requests import CreateRequest, Request
 from gateway.scheduling.scheduler import Scheduler
@@ -24,7 +25,8 @@ class Sent:
     """One request, however often it was sent. seq_id None: told by its key.
 
     state: unsure until somebody answered whether it is accepted. sent_at: the moments it was sent before it was.
-    told_at: the moment of the first telling of its answer; told_in / sent_in: the life of the gateway in which it was.
+    told_at: the moment of the first telling of its answer, told_s: by the clock; told_in: the life of the gateway in
+    which it was; sent_in: those in which it was sent before it was known to be accepted.
     is_late: it came when its number or its model was gone.
     """
 
@@ -34,10 +36,11 @@ class Sent:
     key: str | None = None
     state: State = "unsure"
     sent_at: list[int] = field(default_factory=list)
-    sent_in: int = 0
+    sent_in: list[int] = field(default_factory=list)
     request_id: str | None = None
     told: Success | CommandFailed | None = None
     told_at: int | None = None
+    told_s: float = 0.0
     told_in: int = 0
     is_late: bool = False
 
@@ -100,7 +103,7 @@ class Clients:
         gateway = self._gateway
         if gateway is not None:
             finishing = gateway.scheduler.finish_session(model.tenant, model.session_id, "success", None)
-            gateway.loop.create_task(finishing)
+            gateway.loop.create_task(finishing).add_done_callback(_raise_at_once)
 
     @property
     def _gateway(self) -> Gateway | None:
@@ -123,7 +126,7 @@ class Clients:
             self.models.append(model)
             self.send(Sent(model, 0, request))
 
-        gateway.loop.create_task(go_on())
+        gateway.loop.create_task(go_on()).add_done_callback(_raise_at_once)
 
     def send(self, sent: Sent) -> None:
         """For the first time or again."""
@@ -135,13 +138,13 @@ class Clients:
         gateway = self._gateway
         if gateway is None:
             return
-        gateway.loop.create_task(self._send(gateway, sent))
+        gateway.loop.create_task(self._send(gateway, sent)).add_done_callback(_raise_at_once)
 
     async def _send(self, gateway: Gateway, sent: Sent) -> None:
         if sent.state != "accepted":
             sent.state = "unsure"
             sent.sent_at.append(next(self._moments))
-            sent.sent_in = self._world.lives
+            sent.sent_in.append(self._world.lives)
         try:
             future = self._submit(gateway.scheduler, sent, sent.request)
             await future.accepted()
@@ -187,9 +190,12 @@ class Clients:
 
     def _poll(self, futures: FutureBook) -> None:
         for sent in self.all():
-            if sent.request_id is None:
+            if sent.request_id is None or (sent.is_told and self._world.clock.now - sent.told_s >= TOLD_GRACE_S):
                 continue
-            future = futures.get(sent.model.tenant, sent.request_id)
+            try:
+                future = futures.get(sent.model.tenant, sent.request_id)
+            except UnknownFuture as error:
+                raise AssertionError(f"what was accepted is not known: {sent.seq_id} {sent.request}") from error
             if not future.is_done:
                 assert not sent.is_told, "an answer that was told is gone"
                 continue
@@ -198,7 +204,14 @@ class Clients:
             assert answer is not None
             if sent.told is None:
                 sent.told, sent.told_at, sent.told_in = answer, next(self._moments), self._world.lives
+                sent.told_s = self._world.clock.now
             assert _same(sent.told, answer), f"was told {sent.told!r}, now {answer!r}"
+
+
+def _raise_at_once(task: asyncio.Task[None]) -> None:
+    """What a client found, it found now."""
+    if not task.cancelled():
+        task.result()
 
 
 def _same(first: Success | CommandFailed, second: Success | CommandFailed) -> bool:

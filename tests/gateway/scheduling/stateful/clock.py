@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ _READ_BY = (
     "gateway.scheduling.steady_clock",
     "gateway.store.writer",
     "trainer_cell.vault.locks",
+    "trainer_cell.vault.ulid",
 )
 
 
@@ -37,7 +37,10 @@ class Clock:
         self.now += 100 * seconds
 
     def time(self) -> float:
-        return time.time()
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(self.now * 1e9)
 
     def later(self, delay_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), event))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -47,15 +49,13 @@ def request_of(kind: str, number: int, model_id: str) -> Request:
     return optim_step()
 
 
-class Template:
-    directory: Path | None = None
-
-    @classmethod
-    def get(cls) -> Path:
-        if cls.directory is None:
-            cls.directory = Path(tempfile.mkdtemp(prefix="cellgate", dir=_SHM if _SHM.is_dir() else None))
-            template(cls.directory / "template")
-        return cls.directory / "template"
+@cache
+def place() -> Path:
+    """Where all programs of this process run, one after the other, each from a copy of the template."""
+    directory = Path(tempfile.mkdtemp(prefix="cellgate", dir=_SHM if _SHM.is_dir() else None))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    template(directory / "template")
+    return directory
 
 
 class Programs(RuleBasedStateMachine):
@@ -64,9 +64,8 @@ class Programs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._stack = ExitStack()
-        source = Template.get()
-        self._directory = Path(tempfile.mkdtemp(dir=source.parent)) / "world"
-        copy_of(source, self._directory)
+        self._directory = place() / "world"
+        copy_of(place() / "template", self._directory)
         self.world: World = None  # type: ignore[assignment]
 
     @initialize(seed=st.integers(0, 2**16), slots=st.integers(1, 3))
@@ -169,7 +168,7 @@ class Programs(RuleBasedStateMachine):
     def change_what_was_refused(self, index: int, kind: str, number: int) -> None:
         if refused := [sent for sent in self.clients.all() if sent.state == "refused" and sent.seq_id]:
             sent = refused[index % len(refused)]
-            sent.request, sent.sent_at = request_of(kind, number, sent.model.model_id), []
+            sent.request, sent.sent_at, sent.sent_in = request_of(kind, number, sent.model.model_id), [], []
             self.clients.send(sent)
             self.world.run(steps=5)
 
@@ -264,7 +263,7 @@ class Programs(RuleBasedStateMachine):
             if self.world is not None:
                 self.world.end()
             self._stack.close()
-            shutil.rmtree(self._directory.parent, ignore_errors=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _come_to_rest(self) -> None:
         check.let_it_rest(self.world, self.clients)

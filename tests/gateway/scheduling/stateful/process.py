@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,18 +53,24 @@ class ProcessDisk(Disk):
 
 
 class StateDisk:
-    """What can be said of the disk that holds the journal. failures: so many transactions to come fail."""
+    """What can be said of the disk that holds the journal. failures: so many transactions to come fail.
+
+    failed_at: the moment of the last that did.
+    """
 
     def __init__(self) -> None:
         self.is_full = False
         self.failures = 0
         self.delay_s = 0.001
+        self.failed_at = 0.0
 
-    def fails(self) -> bool:
-        if self.failures:
-            self.failures -= 1
-            return True
-        return self.is_full
+    def fails(self, now: float) -> bool:
+        fails = self.is_full or self.failures > 0
+        if not self.is_full:
+            self.failures = max(0, self.failures - 1)
+        if fails:
+            self.failed_at = now
+        return fails
 
 
 class SteppedWriter(Writer):
@@ -90,27 +97,31 @@ class SteppedWriter(Writer):
         self._disconnect()
 
     is_over = False
-    _is_coming = False
+    _coming_at: float | None = None
 
     def _run(self) -> None:
         """There is no thread."""
 
     def _come_back(self) -> None:
         moment = self._next_try()
-        if not self._is_coming and moment is not None:
-            self._is_coming = True
-            self.clock.later(max(self.disk.delay_s, moment - self.clock.now), self._come)
-
-    def _come(self) -> None:
-        self._is_coming = False
-        if self.is_over:
+        if moment is None:
             return
+        at = max(self.clock.now + self.disk.delay_s, moment)
+        if self._coming_at is None or at < self._coming_at:
+            # What is lazy waits; what comes after it and is not need not wait with it.
+            self._coming_at = at
+            self.clock.later(at - self.clock.now, partial(self._come, at))
+
+    def _come(self, at: float) -> None:
+        if self.is_over or at != self._coming_at:
+            return
+        self._coming_at = None
         moment = self._next_try()
         if moment is not None and moment <= self.clock.now:
             self._write()
         self._come_back()
 
     def _transact(self, batch: object) -> JournalUnavailable | None:
-        if self.disk.fails():
+        if self.disk.fails(self.clock.now):
             return JournalUnavailable("the disk of the journal is full")
         return super()._transact(batch)  # type: ignore[arg-type]

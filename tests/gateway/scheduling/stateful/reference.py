@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 
 from gateway.scheduling.admission import adapter_of
+from gateway.scheduling.execution import MOST_LOSSES
 from gateway.scheduling.identity import command_id_of
 from gateway.scheduling.requests import (
     CreateRequest,
@@ -18,9 +19,11 @@ from gateway.scheduling.requests import (
     UnloadRequest,
     adds_gradient,
 )
+from gateway.scheduling.turns import MOST_ATTEMPTS
 from gateway.store.records import CommandRecord
 from tests.fakes.fake_model import FakeModel
 from tests.gateway.scheduling.stateful.clients import ClientsModel, Sent
+from tests.gateway.scheduling.stateful.world import World
 from trainer_cell.protocol.commands import ForwardBackward, OptimStep
 from trainer_cell.protocol.errors import CommandFailed, ErrorKind
 from trainer_cell.protocol.outcomes import (
@@ -34,23 +37,15 @@ from trainer_cell.protocol.outcomes import (
 )
 from trainer_cell.vault.layout import CheckpointAddress
 
-# What a command fails of that ended cells, or whose model no cell could hold: enough crashes explain it.
-_LOST = (ErrorKind.CELL_LOST, ErrorKind.MODEL_LOST)
-
 
 class Reference:
-    """rows: of the model in the journal. faulty: command ids of what failed in a cell by no fault of its own.
+    """rows: of the model in the journal."""
 
-    may_be_lost: whether there were crashes enough for a command to be given up.
-    """
-
-    def __init__(
-        self, client: ClientsModel, rows: Mapping[str, CommandRecord], faulty: set[str], may_be_lost: bool
-    ) -> None:
+    def __init__(self, client: ClientsModel, rows: Mapping[str, CommandRecord], world: World) -> None:
         self.model: FakeModel | None = None
         self.saved: dict[str, tuple[FakeModel, str]] = {}
         self.is_over = False
-        self._faulty, self._may_be_lost = faulty, may_be_lost
+        self._world = world
         self._window: list[Sent | None] = []
         by_id = {sent.request_id: sent for sent in client.all}
         in_order = sorted(rows.values(), key=lambda row: -1 if row.turn is None else row.turn)
@@ -82,11 +77,12 @@ class Reference:
 
     def _expected(self, request: Request, sent: Sent, command_id: str) -> Success | ErrorKind:
         told = sent.told
-        if isinstance(told, CommandFailed) and told.kind in _LOST:
-            assert self._may_be_lost, f"{told!r} without crashes enough"
-            return told.kind
-        if isinstance(told, CommandFailed) and command_id in self._faulty and told.kind is ErrorKind.RANK_FAILED:
-            return ErrorKind.RANK_FAILED
+        if isinstance(told, CommandFailed):
+            if told.kind in (ErrorKind.CELL_LOST, ErrorKind.MODEL_LOST):
+                self._check_given_up(sent, told)
+                return told.kind
+            if told.kind is ErrorKind.RANK_FAILED and self._world.has_failed(command_id):
+                return ErrorKind.RANK_FAILED
         if isinstance(request, RejectedRequest):
             return request.kind
         if self.is_over:
@@ -95,6 +91,16 @@ class Reference:
             return self._done(request, sent, command_id)
         except CommandFailed as failure:
             return failure.kind
+
+    def _check_given_up(self, sent: Sent, told: CommandFailed) -> None:
+        """A command that ended cells, or whose model no cell could hold."""
+        assert sent.request_id is not None
+        losses, living = self._world.losses, self._world.living
+        if told.kind is ErrorKind.CELL_LOST:
+            num_lost, most = losses.of_command(sent.request_id, living), MOST_ATTEMPTS
+        else:
+            num_lost, most = losses.of_model(sent.model.model_id, living), MOST_LOSSES
+        assert num_lost >= most, f"{told!r} after {num_lost} losses"
 
     def _done(self, request: Request, sent: Sent, command_id: str) -> Success:
         if isinstance(request, CreateRequest):
@@ -124,9 +130,10 @@ class Reference:
         # Of a request that had to be sent again the moment of acceptance is not known: either answer may be right.
         was_partial = isinstance(sent.told, CommandFailed) and sent.told.kind is ErrorKind.PARTIAL_GRADIENTS
         must_be = self._is_partial(sent.sent_at[-1])
-        # Nor is it on record at once that a client was told: a gateway that follows a killed one errs on the safe side.
+        # Nor is it on record at once that a client was told: a gateway that follows one that was killed before that
+        # errs on the safe side. That it is on record soon is for `check.check_tellings`.
         may_be = self._is_partial(sent.sent_at[0]) or any(
-            failed is not None and failed.told_in != sent.sent_in for failed in self._window
+            failed is not None and self._was_forgotten(failed, sent) for failed in self._window
         )
         assert not must_be or was_partial, "a step on a partial gradient"
         if was_partial:
@@ -135,6 +142,11 @@ class Reference:
         done = model.optim_step(OptimStep(command_id, "", request.adam))
         self._window.clear()
         return done
+
+    def _was_forgotten(self, failed: Sent, sent: Sent) -> bool:
+        """Whether a gateway that may have accepted the one did not know that the failure of the other was told."""
+        assert failed.request_id is not None
+        return self._world.tellings.was_forgotten(failed.request_id, failed.told_in, sent.sent_in)
 
     def _is_partial(self, accepted_at: int) -> bool:
         return any(failed is None or failed.told_at is None or failed.told_at > accepted_at for failed in self._window)

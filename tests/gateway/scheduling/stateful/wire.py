@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from gateway.scheduling.cell_link import CellLink
 from tests.gateway.scheduling.stateful.clock import Clock
+from trainer_cell.protocol.outcomes import Hello
 
 _LENGTH = 4
 
@@ -105,14 +106,16 @@ class Connection:
 
 
 class SimulatedLink(CellLink):
-    """is_listening: whether a cell that dials is heard."""
+    """is_listening: whether a cell that dials is heard. on_hello / on_hung_up: called with the epoch of each cell that
+    is taken, and whose connection ended, before anybody else knows."""
 
     is_listening = False
-    _tasks: set[asyncio.Task[None]]
+    on_hello: Callable[[str], None]
+    on_hung_up: Callable[[str], None]
 
     def __init__(self) -> None:
         super().__init__(Path("/nowhere"))
-        self._tasks = set()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         self.is_listening = True
@@ -124,4 +127,12 @@ class SimulatedLink(CellLink):
 
     def take(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         task = loop.create_task(self._serve(connection.reader, connection))  # type: ignore[arg-type]
-        self._tasks.add(task)
+        self._tasks.append(task)
+
+    async def _attend(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.on_hello(hello.epoch)
+        await super()._attend(hello, reader, writer)
+
+    def _detach(self, hello: Hello) -> None:
+        self.on_hung_up(hello.epoch)
+        super()._detach(hello)

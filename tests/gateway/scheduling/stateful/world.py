@@ -8,10 +8,11 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import Engine, make_url
 
 from gateway.scheduling.catalog import Catalog
 from gateway.scheduling.futures import FutureBook
@@ -24,13 +25,23 @@ from gateway.store.journal import Journal
 from tests.gateway.scheduling.rig import SECRET
 from tests.gateway.scheduling.stateful.cell import SimulatedCell
 from tests.gateway.scheduling.stateful.clock import Clock
+from tests.gateway.scheduling.stateful.ids import Ids
 from tests.gateway.scheduling.stateful.loop import Crash, SimulatedLoop
+from tests.gateway.scheduling.stateful.losses import Losses
 from tests.gateway.scheduling.stateful.process import ProcessDisk, StateDisk, SteppedWriter
+from tests.gateway.scheduling.stateful.tellings import Tellings
 from tests.gateway.scheduling.stateful.wire import Connection, SimulatedLink
 from trainer_cell.vault.layout import Vault
 
 GAP_PATIENCE_S = 20.0
 SILENCE_S = 60.0
+
+
+@lru_cache(maxsize=1)
+def engine_of(journal_path: Path) -> Engine:
+    """The same for one gateway after the other: nearly all that it takes to make a statement is kept with it. What it
+    has open is not."""
+    return new_engine(make_url(f"sqlite:///{journal_path}"))
 
 
 class Gateway:
@@ -43,10 +54,10 @@ class Gateway:
         self._connections: list[Connection] = []
         self._disk = ProcessDisk(self.loop.work)
         vault = Vault(world.root, self._disk)
-        self._url = make_url(f"sqlite:///{world.journal_path}")
-        engine = new_engine(self._url)
+        engine = engine_of(world.journal_path)
         self._engine = engine
-        self._lock = lock_file(self._url)
+        self._lock = lock_file(engine.url)
+        self._world = world
         self.journal = Journal(engine, "the journal", None)
         now = world.clock.monotonic
         self.scheduler = Scheduler(
@@ -60,10 +71,15 @@ class Gateway:
             gap_patience_s=GAP_PATIENCE_S,
             on_crash=world.note_bug,
         )
+        queues = self.scheduler._queues
+        self.link.on_hello = world.losses.note_hello
+        self.link.on_hung_up = lambda epoch: world.losses.note_hung_up(queues.values(), epoch)
         self.start: asyncio.Task[None] = self.loop.create_task(self._start())
 
     async def _start(self) -> None:
-        self.scheduler.restore(self.journal.load())
+        stored = self.journal.load()
+        self._world.tellings.note_reading(self._world.lives, stored)
+        self.scheduler.restore(stored)
         await self.scheduler.start()
 
     def connect(self, connection: Connection) -> None:
@@ -72,6 +88,9 @@ class Gateway:
 
     def _end(self) -> None:
         """SIGKILL: what is open is closed by the kernel, and nothing else happens."""
+        world = self._world
+        world.losses.note_gateway_lost(self.scheduler._queues.values())
+        world.tellings.note_end(world.lives, world.clock.now, world.state_disk)
         self.journal._writer.end()  # type: ignore[attr-defined]
         self._disk.end()
         for connection in self._connections:
@@ -80,6 +99,7 @@ class Gateway:
     def bury(self) -> None:
         """After its end: nothing of it is to run when its memory is freed."""
         self.loop.crash_at = 0
+        self.link.on_hung_up = lambda epoch: None
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             # Its last words reach nobody.
@@ -95,7 +115,7 @@ class Gateway:
 class World:
     """gateway / cell: None while there is none.
 
-    chance: decides how long everything takes. crashes: of a gateway, of a cell. lives: of gateways.
+    chance: decides how long everything takes. lives: of gateways, the one that there is or was last being the last.
     """
 
     def __init__(self, directory: Path, seed: int, slots: int) -> None:
@@ -106,7 +126,9 @@ class World:
         self.gateway: Gateway | None = None
         self.cell: SimulatedCell | None = None
         self.cells: list[SimulatedCell] = []
-        self.crashes = self.lives = 0
+        self.lives = 0
+        self.losses, self.tellings = Losses(), Tellings()
+        self._ids = Ids(seed)
         self.bugs: list[str] = []
         self.publish_s = 0.5
         self.slots = slots
@@ -127,8 +149,8 @@ class World:
     def start_gateway(self) -> None:
         if self.gateway is None:
             SteppedWriter.clock, SteppedWriter.disk = self.clock, self.state_disk
-            self.gateway = Gateway(self)
             self.lives += 1
+            self.gateway = Gateway(self)
 
     def start_cell(self) -> None:
         if self.cell is None or not self.cell.is_alive:
@@ -138,14 +160,12 @@ class World:
     def kill_gateway(self) -> None:
         gateway, self.gateway = self.gateway, None
         if gateway is not None:
-            self.crashes += 1
             gateway._end()
             gateway.bury()
 
     def kill_cell(self) -> None:
         if self.cell is not None and self.cell.is_alive:
             self.cell.kill(self.chance.random() < 0.5)
-            self.crashes += 1
 
     def dial(self, cell: SimulatedCell) -> Connection | None:
         gateway = self.gateway
@@ -158,6 +178,15 @@ class World:
     def has_asked(self, command_id: str) -> bool:
         futures = self.gateway.scheduler.futures if self.gateway is not None else None
         return futures is not None and futures.find(request_id_of(command_id)) is not None
+
+    def has_failed(self, command_id: str) -> bool:
+        """By no fault of its own, in any cell."""
+        return any(command_id in cell.faulty for cell in self.cells)
+
+    @property
+    def living(self) -> list[str]:
+        """Epochs of cells that are alive."""
+        return [cell.epoch for cell in self.cells if cell.is_alive]
 
     def note_bug(self) -> None:
         self.bugs.append("the gateway ended by a bug")
@@ -178,7 +207,7 @@ class World:
     @contextmanager
     def told_to_all(self) -> Iterator[None]:
         """Within the block gateways live in this world."""
-        with self.clock.told_to_all(), pytest.MonkeyPatch.context() as patch:
+        with self.clock.told_to_all(), self._ids.given_to_all(), pytest.MonkeyPatch.context() as patch:
             patch.setattr("gateway.store.journal.Writer", SteppedWriter)
             yield
 
@@ -196,7 +225,6 @@ class World:
             self.gateway.loop.run(lambda: until() or self.clock.now >= end, steps)
         except Crash:
             dead, self.gateway = self.gateway, None
-            self.crashes += 1
             dead.bury()
         if self.gateway is not None:
             self._check_bugs(self.gateway)
@@ -220,4 +248,6 @@ def template(directory: Path) -> None:
 
 
 def copy_of(template: Path, directory: Path) -> None:
+    """In place of what is there."""
+    shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(template, directory)
