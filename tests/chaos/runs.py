@@ -63,6 +63,7 @@ def run_under_fire(service: RunningService, programmes: Programmes, kills: Seque
         try:
             all_or_none([*clients, hunt], progress)
         except BaseException as error:
+            progress.stop()
             error.add_note("killed:\n" + "\n".join(gremlin.done) + "\nlog:\n" + "".join(service.log))
             raise
     assert len(gremlin.done) == len(kills), gremlin.done

@@ -45,10 +45,13 @@ class Case:
     parts: frozenset[str]
 
 
+SOON = pytest.mark.timeout(900)
 CASES = [
-    pytest.param(Case(ranks=1, steps=8, kills=4, slots=8, options=BF16, parts=ALL_PARTS), id="short"),
+    pytest.param(Case(ranks=1, steps=8, kills=4, slots=8, options=BF16, parts=ALL_PARTS), id="short", marks=SOON),
     pytest.param(
-        Case(ranks=1, steps=5, kills=2, slots=2, options=FLAGS, parts=frozenset({"weight"})), id="flags and few slots"
+        Case(ranks=1, steps=5, kills=2, slots=2, options=FLAGS, parts=frozenset({"weight"})),
+        id="flags and few slots",
+        marks=SOON,
     ),
     pytest.param(
         Case(ranks=2, steps=250, kills=200, slots=8, options=BF16, parts=ALL_PARTS),
@@ -78,7 +81,6 @@ def written(num_clients: int, num_steps: int) -> dict[int, list[Operation]]:
     return {number: programme(number, num_steps) for number in range(first, first + num_clients)}
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_clients_of_a_service_under_fire_notice_nothing_but_time(tmp_path: Path, case: Case) -> None:
     programmes = written(NUM_CLIENTS, case.steps)

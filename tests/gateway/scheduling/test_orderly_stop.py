@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 from tests.gateway.scheduling.rig import forward_backward, rig, save, succeeded, until, within
-from tests.gateway.scheduling.test_snapshots import train, version_of
-from trainer_cell.protocol.commands import ForwardBackward, SaveState
+from tests.gateway.scheduling.test_snapshots import snapshots, train, version_of
+from trainer_cell.protocol.commands import ForwardBackward
 
 
 async def test_a_model_whose_save_is_being_written_is_given_its_snapshot_after_that(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ async def test_a_model_whose_save_is_being_written_is_given_its_snapshot_after_t
             await gateway.captured(saving)
             stopping = asyncio.create_task(gateway.scheduler.stop(20))
             # The other model's finds no memory, and waits, too.
-            await until(lambda: cell.count(SaveState) == 2)
+            await until(lambda: snapshots(cell) == 1)
             hold.release()
             await stopping
             await succeeded(saving)
