@@ -22,7 +22,7 @@ async def test_a_model_whose_save_is_being_written_is_given_its_snapshot_after_t
             await gateway.captured(saving)
             stopping = asyncio.create_task(gateway.scheduler.stop(20))
             # The other model's finds no memory, and waits, too.
-            await until(lambda: snapshots(cell) == 1)
+            await until(lambda: snapshots(cell) > 0)
             hold.release()
             await stopping
             await succeeded(saving)
