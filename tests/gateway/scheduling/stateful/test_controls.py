@@ -126,14 +126,14 @@ _QUICK: dict[Callable[[Patch], None], str] = {
     accepted_before_it_is_durable: "^accepted .* is in the journal: False|^what was accepted is not known: ",
     steps_on_what_there_is: "a step on a partial gradient",
     what_was_lost_is_not_tried_again: r"not answered: .* accepted \('running', ",
-    refused_numbers_are_spent: "what was accepted is not known: ",
     gaps_are_for_ever: r"not answered: .* accepted \('queued', ",
     answers_are_forgotten: "what was accepted is not known: ",
     tellings_are_not_on_record: "was told in life .*: not on record",
-    outcomes_are_not_heard: "was told .* instead of ",
     those_held_are_forgotten: r"not answered: .* accepted \('queued', ",
 }
 _RARE: dict[Callable[[Patch], None], str] = {
+    refused_numbers_are_spent: "what was accepted is not known: ",
+    outcomes_are_not_heard: "was told .* instead of ",
     answered_before_it_is_durable: "an answer that was told is gone|^was told .*, now ",
     slots_are_kept_however_far_they_are: r"was told .* instead of |:train:\d+: \{'weight'",
     places_of_saves_are_not_on_record: "turns ",
