@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,8 @@ pytestmark = [
 DURATION_S = float(os.environ.get("CELLGATE_TEST_SOAK_S", "1800"))
 LEAST_COMMANDS = round(10_000 * DURATION_S / 1800)
 NUM_MODELS = 6
+# At a steady rate: answers are kept for ten minutes, and more of them in times that have more.
+TURN_S = 8.0
 SLOTS = 4
 NUM_SAMPLES = 120
 MIB = 1 << 20
@@ -82,10 +84,10 @@ def some_work(turn: int) -> Iterable[Operation]:
         yield Load("a", optimizer=turn % 8 == 3)
 
 
-def work(service: tinker.ServiceClient, number: int, progress: Progress, until_s: float) -> None:
+def work(service: tinker.ServiceClient, number: int, progress: Progress, over: threading.Event) -> None:
     trainee = Trainee(service, number, progress)
-    turn = 0
-    while time.monotonic() < until_s:
+    began_s, turn = time.monotonic(), 0
+    while not over.wait(max(0.0, began_s + turn * TURN_S - time.monotonic())):
         trainee.do(some_work(turn))
         trainee.record.answers.clear()
         turn += 1
@@ -94,21 +96,20 @@ def work(service: tinker.ServiceClient, number: int, progress: Progress, until_s
 
 def watched(service: RunningService, progress: Progress) -> list[Sample]:
     """All clients at work for the duration, and what the service held meanwhile."""
-    until_s = time.monotonic() + DURATION_S
     over = threading.Event()
     with ThreadPoolExecutor(NUM_MODELS + 1) as pool:
         watch = pool.submit(take_samples, service, over)
-        clients = [pool.submit(work, service.client(), number, progress, until_s) for number in range(NUM_MODELS)]
-        try:
-            all_or_none(clients, progress)
-        finally:
-            over.set()
+        clients = [pool.submit(work, service.client(), number, progress, over) for number in range(NUM_MODELS)]
+        # A client that fails ends it early.
+        wait([watch, *clients], return_when=FIRST_COMPLETED)
+        over.set()
+        all_or_none(clients, progress)
     return watch.result()
 
 
 def take_samples(service: RunningService, over: threading.Event) -> list[Sample]:
-    samples = []
-    while not over.wait(DURATION_S / NUM_SAMPLES):
+    samples: list[Sample] = []
+    while len(samples) < NUM_SAMPLES and not over.wait(DURATION_S / NUM_SAMPLES):
         samples.append(sample(service))
     return samples
 
