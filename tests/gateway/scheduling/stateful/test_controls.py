@@ -134,7 +134,7 @@ _QUICK: dict[Callable[[Patch], None], str] = {
 _RARE: dict[Callable[[Patch], None], str] = {
     refused_numbers_are_spent: "what was accepted is not known: ",
     outcomes_are_not_heard: "was told .* instead of ",
-    answered_before_it_is_durable: "an answer that was told is gone|^was told .*, now ",
+    answered_before_it_is_durable: "an answer that was told is gone|^was told .*, now |was told .* instead of ",
     slots_are_kept_however_far_they_are: r"was told .* instead of |:train:\d+: \{'weight'",
     places_of_saves_are_not_on_record: "turns ",
     snapshots_run_ahead_of_the_journal: r"was told .* instead of |cannot be used: |:train:\d+: \{'weight'",
