@@ -71,7 +71,7 @@ def _choose_algorithms(deterministic: bool) -> None:
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     else:
-        # The same, but for the compiler, which the other would import: half of a small cell's start.
+        # The same, but for the compiler, which the other would import.
         torch.set_deterministic_debug_mode("warn" if deterministic else "default")
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def switch_off_without_gpu() -> None:
-    """Before megatron-core is imported, which asks for the compiler then: that alone is a third of a rank's start.
+    """Before megatron-core is imported, which asks for the compiler then: a third of what a rank would import.
 
     megatron-core compiles small functions at their first call, again for new lengths: seconds in the middle of a
     command, a C++ compiler needed on the machine, and other bits where compiled and plain code take turns.
