@@ -22,7 +22,6 @@ from trainer_cell.ranks import Ranks, attempt, one_failure
 from trainer_cell.vault.layout import RECOVERY, CheckpointAddress, Vault
 from trainer_cell.vault.manifest import FileRecord, Manifest
 from trainer_cell.vault.publish import begin, finish
-from trainer_cell.vault.recovery import settle_publish
 from trainer_cell.vault.shard_file import write_image
 from trainer_cell.vault.staging import Staging, abandon
 
@@ -60,7 +59,6 @@ class Publication:
     ) -> None:
         self._context, self._command, self._plan = context, command, plan
         self._captured, self._buffer, self._say = captured, buffer, say
-        self._address = CheckpointAddress(command.model_id, command.kind, command.name)
         self._patience_s = _FLOOR_S + plan.num_bytes / _SLOWEST_BYTES_PER_S
         self._deadline = time.monotonic() + self._patience_s
         self._lock = threading.Lock()
@@ -84,26 +82,8 @@ class Publication:
         try:
             self._answer(self._publish(booth))
         except CommandFailed as failure:
-            self._answer(self._published_before(failure) or self._failed(failure))
-
-    def _published_before(self, failure: CommandFailed) -> StateSaved | None:
-        """The name is taken, and by this very command: another cell executed it, and nobody heard of it."""
-        if failure.kind is not ErrorKind.CHECKPOINT_EXISTS:
-            return None
-        command, context = self._command, self._context
-        try:
-            with vault_failures():
-                settled = settle_publish(
-                    context.vault, self._address, command.command_id, command.overwrite, context.facts.epoch
-                )
-        except CommandFailed as unknown:
-            log.warning("who took the name %s of %s is not known: %r", command.name, command.model_id, unknown)
-            return None
-        return None if settled is None else self._saved(*settled)
-
-    def _failed(self, failure: CommandFailed) -> Failed:
-        log.warning("save %s of %s failed: %r", self._command.name, self._command.model_id, failure)
-        return Failed(self._command.command_id, failure.kind, failure.message)
+            log.warning("save %s of %s failed: %r", self._command.name, self._command.model_id, failure)
+            self._answer(Failed(self._command.command_id, failure.kind, failure.message))
 
     def _answer(self, outcome: StateSaved | Failed) -> None:
         with self._lock:
@@ -133,9 +113,10 @@ class Publication:
         return self._show(staging, self._manifest(votes))
 
     def _begin(self) -> str:
-        context, overwrite = self._context, self._command.overwrite
+        command, context = self._command, self._context
+        address = CheckpointAddress(command.model_id, command.kind, command.name)
         with vault_failures():
-            return begin(context.vault, self._address, overwrite, self._plan.num_bytes, context.facts.epoch).token
+            return begin(context.vault, address, command.overwrite, self._plan.num_bytes, context.facts.epoch).token
 
     def _vote(self, token: str | None) -> Vote:
         written, verdict = attempt(lambda: self._write(token))
@@ -207,9 +188,6 @@ class Publication:
         self._report("publishing", self._plan.num_bytes)
         with vault_failures():
             version = finish(self._context.vault, staging, manifest, self._command.overwrite, self._plan.index)
-        return self._saved(version, manifest)
-
-    def _saved(self, version: str, manifest: Manifest) -> StateSaved:
         return StateSaved(
             command_id=self._command.command_id,
             version=version,
