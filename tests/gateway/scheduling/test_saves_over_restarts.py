@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway.scheduling import settlement
 from gateway.scheduling.durable import durable
 from gateway.scheduling.snapshot_rules import SnapshotRules
 from tests.gateway.scheduling.lives import lives
@@ -24,6 +27,7 @@ from trainer_cell.protocol.commands import (
     OptimStep,
     SaveState,
 )
+from trainer_cell.vault.errors import StorageFailed
 from trainer_cell.vault.layout import CheckpointAddress, Vault
 from trainer_cell.vault.manifest import read_manifest
 
@@ -89,6 +93,38 @@ async def test_a_save_that_was_published_while_no_gateway_lived_is_settled(tmp_p
                 saved = await succeeded(gateway.again(saving))
                 assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
                 assert alive.count_saves(model) == (1 if has_cell else 0)
+
+
+async def test_a_save_that_could_not_be_looked_up_and_is_made_again_is_known_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            hold = cell.hold_next_publish()
+            saving = gateway.scheduler.submit("alice", model, 1, save())
+            await until(lambda: saving.state == "writing")
+            await gateway.end()
+            hold.release()
+            disk = Vault(gateway.vault.root)
+            await until(lambda: disk.resolve(CheckpointAddress(model, "weights", "n")) is not None)
+        look, failures = settlement.settle_publish, [StorageFailed("read", Path("manifest.json"), errno.EIO)]
+
+        def look_later(*facts: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return look(*facts)
+
+        monkeypatch.setattr(settlement, "settle_publish", look_later)
+        gateway = await machine.start()
+        with gateway.cell() as second:
+            # The name is found to be taken behind the ranks' back, as in a real cell.
+            second.hold_next_publish().release()
+            saved = await succeeded(gateway.again(saving))
+            assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
+            assert second.count_saves(model) == 1
+            assert failures == []
 
 
 async def test_a_snapshot_never_holds_what_the_journal_does_not_know_of(tmp_path: Path) -> None:
