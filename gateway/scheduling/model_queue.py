@@ -11,7 +11,8 @@ from gateway.scheduling.gradient_window import GradientWindow
 from gateway.scheduling.history import History
 from gateway.scheduling.models import Model
 
-# Numbers and keys are remembered beyond their commands' end, so that late retries are known; the newest so many.
+# Numbers and keys are remembered beyond their commands' end, so that late retries are known; the newest so many, and of
+# a model that nobody uses none in the end.
 REMEMBERED = 4096
 LARGEST_SEQ_ID = 2**31 - 1
 # Numbers that never come are sealed one by one, so there must be an end to how many one request can leave out.
@@ -140,6 +141,10 @@ class ModelQueue:
         """Let those that wait for a missing number go on: of a model that is over the number will never come."""
         for seq_id in sorted(self._early):
             self.ready.append(self._early.pop(seq_id))
+
+    def forget_numbers(self) -> None:
+        """That a number was spent remains known, with what content does not: nobody will send it again."""
+        self._numbers = OrderedDict((key, one) for key, one in self._numbers.items() if key > self.contiguous)
 
     def _forget_old(self) -> None:
         while len(self._numbers) > REMEMBERED + self.model.pending:

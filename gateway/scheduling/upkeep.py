@@ -104,10 +104,16 @@ class Upkeep:
     def _retire_idle(self) -> None:
         oldest = steady_time() - self._patience.idle_s - self.away_s
         for model_id, queue in self._queues.items():
-            model = queue.model
-            if queue.is_idle and not model.is_over and model.last_request_time.timestamp() < oldest:
+            if queue.is_idle and not queue.model.is_over and _last_use(queue) < oldest:
                 self._retire(model_id)
 
     def _prune(self) -> None:
         now = steady_time()
         self._journal.prune(now - TOLD_GRACE_S, now - UNTOLD_GRACE_S, REMEMBERED)
+        for queue in self._queues.values():
+            if queue.is_idle and _last_use(queue) < now - UNTOLD_GRACE_S:
+                queue.forget_numbers()
+
+
+def _last_use(queue: ModelQueue) -> float:
+    return queue.model.last_request_time.timestamp()

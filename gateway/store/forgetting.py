@@ -12,8 +12,8 @@ def prune(connection: Connection, told_before: float, untold_before: float, reme
 
     A finished command is needed for making its model resident until a snapshot holds its effect, or the model is over:
     until then everything of it stays. After that its payload goes at once; its outcome when it was told before
-    `told_before`, or, never told, when it finished before `untold_before`; and with the outcome its row, unless its
-    seq_id is among the `remembered` highest of its model.
+    `told_before`, or, never told, when it finished before `untold_before`; and with the outcome its row, unless it
+    finished later than `untold_before` and its seq_id is among the `remembered` highest of its model.
     """
     # The subqueries name each other's rows, so all that depends on what is deleted is looked up first.
     covered = and_(commands.c.finished.is_not(None), or_(models.c.is_over, commands.c.turn <= models.c.snapshot_turn))
@@ -36,7 +36,8 @@ def _forget_rows(connection: Connection, expired: ColumnElement[bool], untold_be
     # A key tells retries for as long as an answer that nobody asks for is kept.
     has_no_key = or_(commands.c.key.is_(None), commands.c.finished < untold_before)
     is_plain = and_(commands.c.seq_id.is_(None), has_no_key)
-    old = or_(is_plain, commands.c.seq_id <= heights.c.highest - remembered)
+    is_old_number = or_(commands.c.seq_id <= heights.c.highest - remembered, commands.c.finished < untold_before)
+    old = or_(is_plain, is_old_number)
     going = (
         select(commands.c.request_id, commands.c.model_id, commands.c.seq_id, commands.c.turn)
         .add_columns(func.coalesce(commands.c.told_moment, commands.c.moment).label("moment"))

@@ -51,6 +51,25 @@ async def test_a_model_of_which_all_was_forgotten_goes_on_where_it_was(tmp_path:
             assert second.slots.models[made.model_id] == trained
 
 
+async def test_of_a_model_that_nobody_uses_no_number_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "REMEMBERED", 4096)
+    monkeypatch.setattr(upkeep, "UNTOLD_GRACE_S", 0.0)
+    async with lives(tmp_path, rules=SnapshotRules(steps=1)) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = (await gateway.created()).model_id
+            for future in gateway.submit(model, forward_backward(), optim_step()):
+                await succeeded(future)
+            await until(lambda: numbers(gateway, model) == [])
+            # In memory as well: which content a number had is not known any more.
+            await until(lambda: not gateway.scheduler._queues[model].is_spent(2))
+            with pytest.raises(SequenceConflict):
+                gateway.scheduler.submit("alice", model, 2, optim_step())
+            for future in gateway.submit(model, forward_backward(5), optim_step(), first=3):
+                await succeeded(future)
+            assert cell.slots.models[model].step == 2
+
+
 async def test_an_answer_that_outlives_those_after_it_holds_up_no_number(tmp_path: Path) -> None:
     async with lives(tmp_path, rules=SnapshotRules(steps=1), gap_patience_s=0.4) as machine:
         gateway = machine.gateway

@@ -77,6 +77,18 @@ def test_a_retry_is_known_and_another_content_is_not() -> None:
             queue.known(impossible, b"print")
 
 
+def test_numbers_whose_content_is_forgotten_are_refused_and_those_ahead_are_kept() -> None:
+    queue, early = new_queue(), future("three")
+    accept(queue, future("one"), 1, b"print")
+    accept(queue, early, 3, b"ahead")
+    queue.forget_numbers()
+    for spent in (0, 1):
+        with pytest.raises(SequenceConflict):
+            queue.known(spent, b"print")
+    assert queue.known(2, b"next") is None
+    assert queue.known(3, b"ahead") == early.request_id
+
+
 def test_recent_numbers_are_remembered_and_old_ones_refused() -> None:
     queue = new_queue()
     last = REMEMBERED + 10

@@ -65,24 +65,35 @@ async def test_what_was_told_goes_by_the_time_of_telling(tmp_path: Path) -> None
         assert seq_ids(commands) == [3, 4], "told ones are not judged by when they finished"
 
 
-async def test_the_last_ones_are_remembered_without_their_outcomes(tmp_path: Path) -> None:
+async def test_the_last_ones_are_remembered_for_a_while_without_their_outcomes(tmp_path: Path) -> None:
     async with writing(tmp_path) as journal:
         await ten_finished(journal, snapshot_turn=9)
-        commands, model = await pruned(journal, untold_before=LATE, remembered=4)
+        for number in range(10):
+            journal.journal.note_told(a_command(number).request_id, 100 + number, 4000.0)
+        commands, model = await pruned(journal, told_before=LATE, remembered=4)
         assert seq_ids(commands) == [6, 7, 8, 9]
         assert all(command.outcome is None and command.finished is not None for command in commands)
         assert (model.floor, model.floor_turn) == (5, 5)
+        commands, model = await pruned(journal, told_before=LATE, untold_before=3007.5, remembered=4)
+        assert seq_ids(commands) == [8, 9]
+        assert (model.floor, model.floor_turn) == (7, 7)
 
 
-async def test_one_without_a_number_is_not_remembered_once_its_outcome_is_gone(tmp_path: Path) -> None:
+async def test_one_without_a_number_is_not_remembered_once_its_outcome_is_gone_but_for_its_key(tmp_path: Path) -> None:
     async with writing(tmp_path) as journal:
         await ten_finished(journal, snapshot_turn=None)
-        plain = msgspec.structs.replace(a_command(77), seq_id=None, key="mine")
-        await journal.accept(plain)
-        await journal.complete(plain, 10)
-        await journal.snapshot(10)
-        commands, model = await pruned(journal, untold_before=LATE, remembered=100)
-        assert seq_ids(commands) == list(range(10))
+        plain, keyed = (
+            msgspec.structs.replace(a_command(n), seq_id=None, key=key) for n, key in ((77, None), (78, "k"))
+        )
+        for turn, command in ((10, plain), (11, keyed)):
+            await journal.accept(command)
+            await journal.complete(command, turn)
+        await journal.snapshot(11)
+        for moment, command in enumerate([*map(a_command, range(10)), plain, keyed]):
+            journal.journal.note_told(command.request_id, 100 + moment, 4000.0)
+        commands, model = await pruned(journal, told_before=LATE, remembered=100)
+        assert seq_ids(commands) == [*range(10), None]
+        assert commands[-1].key == "k"
         assert (model.floor, model.floor_turn) == (-1, 10)
 
 
