@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,9 @@ def start_parallel(layout: Layout, deterministic: bool = True) -> None:
 
 def _choose_algorithms(deterministic: bool) -> None:
     if torch.cuda.is_available():
+        if deterministic:
+            # What cuBLAS needs for equal results over several streams; read when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     else:
         # The same, but for the compiler, which the other would import.
