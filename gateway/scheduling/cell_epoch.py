@@ -95,6 +95,8 @@ class CellEpoch:
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
             await self._link.execute_own(ForgetModels(new_command_id(), keep))
+        # Those among them that an outcome told of which was heard just now.
+        self._residency.clear()
         for resident in kept:
             self._keep(self._queues[resident.model_id], hello, is_first)
         self._acquit(is_same_life)

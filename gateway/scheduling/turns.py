@@ -139,7 +139,8 @@ class Turns:
         while queue.running is None and queue.ready:
             head = queue.ready[0]
             answer = answer_without_cell(queue.model, head.request, self._is_away(queue))
-            if answer is None and head.attempts >= MOST_ATTEMPTS:
+            if answer is None and head.attempts >= MOST_ATTEMPTS and self._epoch.is_settled:
+                # Before that a cell that lives may tell what came of it.
                 answer = poison(head.attempts)
             if answer is None:
                 self._offer(queue, head)
@@ -149,9 +150,9 @@ class Turns:
         self._fair.withdraw(queue.model.tenant, queue.model.model_id)
 
     def _is_away(self, queue: ModelQueue) -> bool:
-        """Whether no cell holds anything of the model."""
-        model_id = queue.model.model_id
-        return model_id not in self._residency and model_id not in self._publications
+        """Whether no cell holds anything of the model, and none need: a save of it may still have to be made."""
+        model_id, is_saved = queue.model.model_id, queue.unsettled is None
+        return is_saved and model_id not in self._residency and model_id not in self._publications
 
     def _offer(self, queue: ModelQueue, head: Future) -> None:
         model = queue.model
@@ -163,8 +164,7 @@ class Turns:
 
     def _is_held(self, queue: ModelQueue, head: Future) -> bool:
         """Whether the head of the queue must wait; asked again when its turn comes."""
-        is_resident = queue.model.model_id in self._residency
-        reason = self._publications.reason_to_wait(queue, head.request, is_resident)
+        reason = self._publications.reason_to_wait(queue, head.request, queue.model.model_id in self._residency)
         head.waiting_for = reason or other_base(queue.model, self._link.hello)
         return head.waiting_for is not None
 

@@ -39,12 +39,13 @@ from trainer_cell.vault.layout import CheckpointAddress
 
 
 class Reference:
-    """rows: of the model in the journal."""
+    """rows: of the model in the journal. not_made: why its creation failed, and all that was asked of it after that."""
 
     def __init__(self, client: ClientsModel, rows: Mapping[str, CommandRecord], world: World) -> None:
         self.model: FakeModel | None = None
         self.saved: dict[str, tuple[FakeModel, str]] = {}
         self.is_over = False
+        self.not_made: ErrorKind | None = None
         self._world = world
         self._window: list[Sent | None] = []
         by_id = {sent.request_id: sent for sent in client.all}
@@ -68,6 +69,8 @@ class Reference:
             self._note_failure(sent, sent.told)
 
     def _note_failure(self, sent: Sent, told: CommandFailed) -> None:
+        if isinstance(sent.request, CreateRequest):
+            self.not_made = told.kind
         if adds_gradient(sent.request) and not self.is_over:
             self._window.append(sent)
         if told.kind is ErrorKind.PARTIAL_GRADIENTS:
@@ -77,14 +80,16 @@ class Reference:
 
     def _expected(self, request: Request, sent: Sent, command_id: str) -> Success | ErrorKind:
         told = sent.told
+        if isinstance(request, RejectedRequest):
+            return request.kind
+        if self.not_made is not None:
+            return self.not_made
         if isinstance(told, CommandFailed):
             if told.kind in (ErrorKind.CELL_LOST, ErrorKind.MODEL_LOST):
                 self._check_given_up(sent, told)
                 return told.kind
             if told.kind is ErrorKind.RANK_FAILED and self._world.has_failed(command_id):
                 return ErrorKind.RANK_FAILED
-        if isinstance(request, RejectedRequest):
-            return request.kind
         if self.is_over:
             return ErrorKind.UNKNOWN_MODEL
         try:
