@@ -15,7 +15,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv serve demo test test-full test-newest bench check format clean
+.PHONY: venv serve demo test test-full test-newest test-gpu bench check format clean
 
 venv: $(INSTALLED)
 
@@ -44,6 +44,10 @@ test-full: $(INSTALLED)
 test-newest:
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 found; name one: make test-newest NEWEST_PYTHON=…' >&2; exit 1; }
 	$(MAKE) test PYTHON='$(NEWEST_PYTHON)' VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+
+# What only a machine with a GPU shows; skipped on any other.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -v tests/gpu $(ARGS)
 
 # Checkpoints against the raw disk, in some minutes.
 bench: $(INSTALLED)

@@ -88,8 +88,8 @@ async def test_a_command_that_ends_three_cells_fails_alone_and_its_model_goes_on
                 assert deadly.error is None
                 await kill(cell)
                 await until_lost(gateway)
-        assert await failed(deadly) == "cell_lost"
         with gateway.cell() as cell:
+            assert await failed(deadly) == "cell_lost"
             await succeeded(after)
             assert cell.slots.models[model].weight == before.weight
             # One token, of the command that came after: the deadly one left nothing.
