@@ -95,7 +95,7 @@ class CellEpoch:
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
             await self._link.execute_own(ForgetModels(new_command_id(), keep))
-        # Those among them that an outcome told of which was heard just now.
+        # An outcome that was heard just now may have told of a model whose slot is not kept.
         self._residency.clear()
         for resident in kept:
             self._keep(self._queues[resident.model_id], hello, is_first)
