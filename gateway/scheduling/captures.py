@@ -169,10 +169,15 @@ class Captures:
 
     def forget(self, model_id: str) -> None:
         """Have the snapshots of a model that is over removed, behind everybody's back."""
-        task = asyncio.create_task(forget_snapshots(self._catalog.vault, model_id), name=f"forgetting {model_id}")
+        task = asyncio.create_task(self._forget(model_id), name=f"forgetting {model_id}")
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
         task.add_done_callback(self._turns.on_task_done)
+
+    async def _forget(self, model_id: str) -> None:
+        # Until it is on record that the model is over, the next gateway would have to bring it back.
+        await durable(self._journal.when_written)
+        await forget_snapshots(self._catalog.vault, model_id)
 
     def _begin(self, queue: ModelQueue, publish: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(publish, name=f"save of {queue.model.model_id}")
@@ -214,7 +219,7 @@ class Captures:
     async def _note_snapshot(self, queue: ModelQueue, saved: StateSaved, turn: int) -> None:
         model_id = queue.model.model_id
         if queue.model.is_over:
-            await forget_snapshots(self._catalog.vault, model_id)
+            self.forget(model_id)
             return
         lease = await asyncio.to_thread(self._catalog.vault.lease, saved.version)
         if lease is None:

@@ -16,7 +16,8 @@ from gateway.scheduling.futures import Future, FutureBook
 from gateway.scheduling.identity import command_id_of, new_command_id, request_id_of
 from gateway.scheduling.model_queue import ModelQueue
 from gateway.scheduling.publications import Publications
-from gateway.scheduling.recovery_snapshots import forget_snapshots, with_snapshots
+from gateway.scheduling.recovery_snapshots import with_snapshots
+from gateway.scheduling.requests import SaveRequest
 from gateway.scheduling.residency import Residency
 from gateway.scheduling.settlement import settle_forgotten
 from gateway.scheduling.turn_taking import TurnTaking
@@ -81,11 +82,12 @@ class CellEpoch:
         while tasks := self._publications.tasks:
             # Of the cell before: they look at the disk, and end.
             await asyncio.wait(tasks)
+        outcomes = [await self._settled(outcome) for outcome in hello.outcomes]
         if self._link.hello is not hello:
             raise CellLost("the trainer cell was lost before it was taken on")
         self._link.is_barred = False
         captured = {*hello.publishing, *(said.command_id for said in hello.outcomes if isinstance(said, StateSaved))}
-        for outcome in hello.outcomes:
+        for outcome in outcomes:
             self._hear(outcome, hello, captured)
         for command_id in hello.publishing:
             future = self._futures.find(request_id_of(command_id))
@@ -98,7 +100,9 @@ class CellEpoch:
         # An outcome that was heard just now may have told of a model whose slot is not kept.
         self._residency.clear()
         for resident in kept:
-            self._keep(self._queues[resident.model_id], hello, is_first)
+            self._keep(self._queues[resident.model_id], is_first)
+        for command_id in hello.publishing:
+            self._adopt(command_id, hello)
         self._acquit(is_same_life)
         for flight in self._link.unadopted():
             self._execution.captures.see_out(flight)
@@ -106,6 +110,14 @@ class CellEpoch:
         if not is_same_life:
             await self._sweep()
         self.is_settled = self._link.hello is hello
+
+    async def _settled(self, outcome: Outcome) -> Outcome:
+        """The outcome; of a save whose name is taken by what its own earlier attempt made, that it was made."""
+        if isinstance(outcome, Failed) and outcome.kind is ErrorKind.CHECKPOINT_EXISTS:
+            future = self._futures.find(request_id_of(outcome.command_id))
+            if future is not None and isinstance(future.request, SaveRequest) and not future.is_done:
+                return await self._execution.dispatcher.made_before(future) or outcome
+        return outcome
 
     def _take_captured(self, queue: ModelQueue, captured: set[str]) -> None:
         """The next of the model may be a save that the cell has captured for a gateway that could not put that on
@@ -162,16 +174,20 @@ class CellEpoch:
         elif interrupted.turn is None and interrupted.attempts:
             interrupted.attempts -= 1
 
-    def _keep(self, queue: ModelQueue, hello: Hello, is_first: bool) -> None:
+    def _keep(self, queue: ModelQueue, is_first: bool) -> None:
         self._residency.touch(queue.model.model_id)
-        save = queue.unsettled
-        if save is not None:
-            queue.must_save_again, save.state = False, "writing"
-            flight = self._link.adopt(command_id_of(save.request_id))
-            self._execution.captures.adopt(queue, save, flight, hello.epoch)
         if is_first and queue.ready and queue.ready[0].attempts:
             # The gateway was lost while it ran, and not the cell.
             queue.ready[0].attempts -= 1
+
+    def _adopt(self, command_id: str, hello: Hello) -> None:
+        """A save that the cell is publishing holds the state at its place, whatever became of the slot since."""
+        save = self._futures.find(request_id_of(command_id))
+        queue = self._queues.get(save.model_id) if save is not None else None
+        if save is None or queue is None or queue.unsettled is not save:
+            return
+        queue.must_save_again, save.state = False, "writing"
+        self._execution.captures.adopt(queue, save, self._link.adopt(command_id), hello.epoch)
 
     async def _settle_saves(self, hello: Hello) -> None:
         """Those that no cell knows of: told from the disk, or to be made again when their model is brought back."""
@@ -196,4 +212,4 @@ class CellEpoch:
                 log.info("swept what dead cells had staged: %d entries", len(removed))
         over = [queue.model.model_id for queue in self._queues.values() if queue.model.is_over]
         for model_id in await asyncio.to_thread(with_snapshots, self._vault, over):
-            await forget_snapshots(self._vault, model_id)
+            self._execution.captures.forget(model_id)

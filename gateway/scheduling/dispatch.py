@@ -55,21 +55,29 @@ log = logging.getLogger(__name__)
 class Publishing:
     """A captured save on its way to the disk."""
 
-    def __init__(self, catalog: Catalog, future: Future, epoch: str, flight: Flight, save: OpenSave) -> None:
-        self._catalog, self._future, self._epoch, self._flight, self._save = catalog, future, epoch, flight, save
+    def __init__(
+        self, link: CellLink, catalog: Catalog, future: Future, epoch: str, flight: Flight, save: OpenSave
+    ) -> None:
+        self._link, self._catalog = link, catalog
+        self._future, self._epoch, self._flight, self._save = future, epoch, flight, save
 
     async def outcome(self) -> Success:
         """Once it is published. Raises `CommandFailed`, or `CellLost` if the cell went and left no whole version."""
         try:
             return await self._flight.outcome()
         except CellLost:
-            saved = await settle_save(self._catalog.vault, self._future, self._epoch)
+            saved = await settle_save(self._catalog.vault, self._future, self._epoch, self._is_cell_back)
             if saved is None:
                 raise
             log.warning("the cell was lost while it saved %s, which is complete", saved.version)
             return saved
         finally:
             self._catalog.saves.close(self._save)
+
+    def _is_cell_back(self) -> bool:
+        """Also for another thread to ask."""
+        hello = self._link.hello
+        return hello is not None and hello.epoch == self._epoch
 
 
 class Dispatcher:
@@ -209,7 +217,7 @@ class Dispatcher:
         except BaseException:
             saves.close(save)
             raise
-        return Publishing(self._catalog, future, hello.epoch, flight, save)
+        return Publishing(self._link, self._catalog, future, hello.epoch, flight, save)
 
     async def settled(self, future: Future, failure: CommandFailed) -> Success | CommandFailed:
         """The failure of a save; but its success, where the name is taken by what an earlier attempt of it made."""
@@ -226,7 +234,7 @@ class Dispatcher:
         """A save that was captured for a gateway that is no more."""
         assert isinstance(future.request, SaveRequest)
         save = self._catalog.saves.adopt(future, future.request, flight.command_id)
-        return Publishing(self._catalog, future, epoch, flight, save)
+        return Publishing(self._link, self._catalog, future, epoch, flight, save)
 
     def _save_command(self, save: OpenSave, hello: Hello) -> SaveState:
         future, request, now = save.future, save.request, datetime.now(UTC)

@@ -33,6 +33,7 @@ class ModelQueue:
     turn: the last that was given to a command. unsettled: a save that has its turn and no answer yet; must_save_again:
     it is known not to have come to be, and is made again at its place when the model is brought back.
     losses: how often in a row a cell was lost while it brought the model back.
+    num_unwritten: answers that are on their way into the journal.
 
     Numbered commands become ready once all numbers below are accepted. A command without a number becomes ready at
     once, behind the highest contiguous number accepted so far. The model's create is number 0 and always first.
@@ -46,6 +47,7 @@ class ModelQueue:
         self.unsettled: Future | None = None
         self.must_save_again = False
         self.losses = 0
+        self.num_unwritten = 0
         self.ready: deque[Future] = deque()
         self.running: Future | None = None
         self.contiguous = -1
@@ -118,6 +120,11 @@ class ModelQueue:
         """Out of those that wait, where an outcome came for it unasked."""
         if future in self.ready:
             self.ready.remove(future)
+
+    def revive(self) -> None:
+        """What one cell could not bring back another may."""
+        if self.model.state == "lost":
+            self.model.state, self.model.trouble, self.losses = "ready", None, 0
 
     @property
     def missing(self) -> range:

@@ -64,6 +64,9 @@ class Publications:
         match request:
             case SaveRequest() if queue.model.model_id in self._tasks:
                 return "an earlier save of this model is being written"
+            case SaveRequest() if queue.num_unwritten:
+                # A gateway that does not find them does them again, and must not find in the vault what came after.
+                return "what came before is not on record yet"
             case UnloadRequest() if queue.unsettled is not None:
                 # Until then it may have to be made once more, of a model that must still be there.
                 return "an earlier save of this model is being written"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from gateway.scheduling.futures import Future
 from gateway.scheduling.identity import command_id_of
@@ -16,9 +17,10 @@ from trainer_cell.vault.recovery import settle_publish
 log = logging.getLogger(__name__)
 
 
-async def settle_save(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
-    """The outcome the cell could not tell any more; None when the save did not come to be."""
-    return await asyncio.to_thread(_settle, vault, future, epoch)
+async def settle_save(vault: Vault, future: Future, epoch: str, is_back: Callable[[], bool]) -> StateSaved | None:
+    """The outcome the cell could not tell any more; None when the save did not come to be, or when the cell turns out
+    to live: it `is_back`."""
+    return await asyncio.to_thread(_settle, vault, future, epoch, is_back)
 
 
 async def settle_forgotten(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
@@ -26,13 +28,14 @@ async def settle_forgotten(vault: Vault, future: Future, epoch: str) -> StateSav
     return await asyncio.to_thread(_look_in_peace, vault, future, epoch)
 
 
-def _settle(vault: Vault, future: Future, epoch: str) -> StateSaved | None:
+def _settle(vault: Vault, future: Future, epoch: str, is_back: Callable[[], bool]) -> StateSaved | None:
     try:
         # Once the epoch's lock is ours, nobody of that cell can still be writing.
-        with vault.hold_epoch(epoch):
+        with vault.hold_epoch(epoch, is_in_vain=is_back):
             return _look(vault, future, epoch)
     except VaultLocked:
-        log.error("cell epoch %s has hung up and lives on", epoch)
+        if not is_back():
+            log.error("cell epoch %s has hung up and lives on", epoch)
     except VaultError as error:
         log.error("save %s of the lost cell cannot be settled: %s", future.request_id, error)
     return _look_in_peace(vault, future, epoch)

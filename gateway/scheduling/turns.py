@@ -198,14 +198,9 @@ class Turns:
             self._link.hang_up()
             return False
         for queue in tuple(self._queues.values()):
-            self._revive(queue)
+            queue.revive()
             self.advance(queue)
         return self._epoch.is_settled
-
-    def _revive(self, queue: ModelQueue) -> None:
-        """What one cell could not bring back another may."""
-        if queue.model.state == "lost":
-            queue.model.state, queue.model.trouble, queue.losses = "ready", None, 0
 
     async def _take_turn(self, queue: ModelQueue) -> None:
         if queue.must_save_again:
@@ -259,6 +254,7 @@ class Turns:
             queue.release_early()
             self._end(queue)
         model.pending -= 1
+        queue.num_unwritten += 1
         self._backlog.leave(model.tenant, future.payload_bytes)
         self._journal.complete(
             future.request_id,
@@ -267,7 +263,7 @@ class Turns:
             steady_time(),
             future.version,
             model_record(queue),
-            partial(self._on_durable, future, answer),
+            partial(self._on_durable, queue, future, answer),
         )
         if model.is_over:
             self._journal.drop_model(model.model_id)
@@ -282,9 +278,12 @@ class Turns:
         queue.history.end()
         self._residency.leave(queue.model.model_id)
 
-    def _on_durable(self, future: Future, answer: Success | CommandFailed) -> None:
+    def _on_durable(self, queue: ModelQueue, future: Future, answer: Success | CommandFailed) -> None:
         self._futures.finish(future, answer)
         self._link.acknowledge(command_id_of(future.request_id))
+        queue.num_unwritten -= 1
+        if not queue.num_unwritten:
+            self.advance(queue)
 
     def _on_lost(self, hello: Hello) -> None:
         self._epoch.lose(hello)

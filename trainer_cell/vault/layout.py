@@ -17,7 +17,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,10 +277,10 @@ class Vault:
         return lock_root(self.disk, self.root)
 
     @contextmanager
-    def hold_epoch(self, epoch: str) -> Iterator[None]:
-        """While held, nobody sweeps this epoch's staging away; raises `VaultLocked` when another holds it."""
+    def hold_epoch(self, epoch: str, is_in_vain: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """While held, nobody sweeps its staging; raises `VaultLocked` when another keeps it, or waiting is vain."""
         self.make_durable(self.staging_root)
-        with lock_epoch(self.disk, self.staging_root, epoch):
+        with lock_epoch(self.disk, self.staging_root, epoch, is_in_vain):
             yield
 
     def lock_model(self, model_id: str) -> Lock:

@@ -58,9 +58,10 @@ def epoch_lock_path(staging_root: Path, epoch: str) -> Path:
     return staging_root / f"{epoch}.lock"
 
 
-def lock_epoch(disk: Disk, staging_root: Path, epoch: str) -> Lock:
-    """For the epoch itself: outwaits a sweep that came between; raises `VaultLocked` when another lives under it."""
-    lock = _patiently(lambda: try_lock_epoch(disk, staging_root, epoch), _EPOCH_PATIENCE_S)
+def lock_epoch(disk: Disk, staging_root: Path, epoch: str, is_in_vain: Callable[[], bool] = lambda: False) -> Lock:
+    """For the epoch itself: outwaits a sweep that came between; raises `VaultLocked` when another lives under it, at
+    once when to wait for its end is in vain."""
+    lock = _patiently(lambda: try_lock_epoch(disk, staging_root, epoch), _EPOCH_PATIENCE_S, is_in_vain)
     if lock is None:
         raise VaultLocked(epoch_lock_path(staging_root, epoch), f"cell epoch {epoch}")
     return lock
@@ -82,9 +83,11 @@ def lock_model(disk: Disk, versions_dir: Path) -> Lock:
     return lock
 
 
-def _patiently(attempt: Callable[[], Lock | None], patience_s: float) -> Lock | None:
+def _patiently(
+    attempt: Callable[[], Lock | None], patience_s: float, is_in_vain: Callable[[], bool] = lambda: False
+) -> Lock | None:
     deadline = time.monotonic() + patience_s
-    while (lock := attempt()) is None and time.monotonic() < deadline:
+    while (lock := attempt()) is None and time.monotonic() < deadline and not is_in_vain():
         time.sleep(_RETRY_S)
     return lock
 

@@ -47,6 +47,10 @@ class Life(Rig):
         self._ended.wait()
         return JournalUnavailable("the process is no more")
 
+    def unstick(self) -> None:
+        self.is_stuck = False
+        self._ended.set()
+
     async def end(self) -> None:
         """As SIGKILL: what is not durable is lost, and nobody is told goodbye."""
         self.is_stuck = True
@@ -126,5 +130,6 @@ async def lives(root: Path, **options: Any) -> AsyncIterator[Lives]:
         try:
             yield all_lives
         finally:
+            all_lives.gateway.unstick()
             await all_lives.gateway.scheduler.stop(grace_s=0)
             await all_lives.gateway.journal.close()

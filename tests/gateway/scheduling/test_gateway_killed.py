@@ -33,7 +33,7 @@ from tests.gateway.scheduling.rig import (
     succeeded,
     until,
 )
-from trainer_cell.protocol.commands import ForwardBackward
+from trainer_cell.protocol.commands import ForwardBackward, SaveState
 from trainer_cell.vault import locks
 from trainer_cell.vault.layout import CheckpointAddress
 
@@ -114,8 +114,9 @@ async def test_what_a_cell_has_done_behind_a_save_of_unknown_place_is_done_again
         cell = gateway.cell().start()
         model = await gateway.model()
         await train(gateway, model, (1, 2, 3))
-        hold = cell.hold_next(ForwardBackward)
-        sent = gateway.submit(model, forward_backward(1), save(), forward_backward(5, 6), optim_step(), first=3)
+        await succeeded(gateway.scheduler.submit("alice", model, 3, forward_backward(1)))
+        hold = cell.hold_next(SaveState)
+        sent = gateway.submit(model, save(), forward_backward(5, 6), optim_step(), first=4)
         for future in sent:
             await future.accepted()
         await reached(hold)

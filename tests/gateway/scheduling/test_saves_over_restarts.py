@@ -164,23 +164,22 @@ async def test_a_save_waits_for_the_room_that_a_snapshot_of_the_gateway_before_s
             await succeeded(saving)
 
 
-async def test_two_saves_of_which_neither_outcome_is_on_record_are_both_answered(tmp_path: Path) -> None:
+async def test_of_two_saves_the_second_waits_until_the_outcome_of_the_first_is_on_record(tmp_path: Path) -> None:
     async with lives(tmp_path) as machine:
         gateway = machine.gateway
         with gateway.cell() as cell:
             model = await gateway.made()
-            holds = [cell.hold_next_publish() for _ in range(2)]
+            hold = cell.hold_next_publish()
             first, second = gateway.submit(model, save("a"), save("b"))
             await second.accepted()
-            await reached(holds[0])
+            await reached(hold)
             await until(lambda: first.turn is not None)
             await durable(gateway.journal.when_written)
             gateway.is_stuck = True
-            holds[0].release()
-            await reached(holds[1])
-            await until(lambda: second.turn is not None)
+            hold.release()
+            await until(lambda: second.waiting_for == "what came before is not on record yet")
+            assert cell.count(SaveState) == 1
             gateway = await machine.next(cell)
-            holds[1].release()
             for future in (first, second):
                 await succeeded(gateway.again(future))
             assert cell.count(SaveState) == 2

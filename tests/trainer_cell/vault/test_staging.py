@@ -97,6 +97,20 @@ def test_an_epoch_has_one_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pass
 
 
+def test_who_knows_that_an_epoch_lives_on_does_not_wait_for_its_end(tmp_path: Path) -> None:
+    """Were it waited for, it would be for 30 seconds."""
+    vault = new_vault(tmp_path)
+    asked = list[bool]()
+
+    def is_in_vain() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
+    with vault.hold_epoch("E"), pytest.raises(VaultLocked), Vault(tmp_path).hold_epoch("E", is_in_vain):
+        pass
+    assert len(asked) == 3
+
+
 class _SweptBetween(Disk):
     """A sweep that takes the epoch for dead comes between opening its lock file and locking it, once."""
 

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -111,7 +112,7 @@ class SimulatedCell:
                 self.kill()
                 raise Killed
 
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+    def _later(self, delay_s: float, act: Callable[[], None], in_thread: bool = False) -> None:
         def unless_dead() -> None:
             if self.is_alive:
                 try:
@@ -119,7 +120,7 @@ class SimulatedCell:
                 except Killed:
                     self.kill()
 
-        self._clock.later(delay_s, unless_dead)
+        self._clock.later(delay_s, partial(self._clock.thread, unless_dead) if in_thread else unless_dead)
 
     # Its connection
 
@@ -206,4 +207,4 @@ class SimulatedCell:
             self._num_publishing -= 1
             self._say(outcome)
 
-        self._later(self._publish_s(), publish)
+        self._later(self._publish_s(), publish, in_thread=True)

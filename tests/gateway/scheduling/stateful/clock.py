@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from greenlet import getcurrent, greenlet
 
 _READ_BY = (
     "gateway.scheduling.history",
@@ -33,8 +34,18 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Whoever polls a lock so blocks the others: nothing else happens meanwhile, so it need not poll often."""
-        self.now += 100 * seconds
+        """Longer than asked: who polls a lock need not do so often. Outside of a thread nothing happens meanwhile."""
+        seconds *= 100
+        thread = getcurrent()
+        if thread.parent is None:
+            self.now += seconds
+            return
+        self.later(seconds, lambda: _go_on(thread))
+        thread.parent.switch()
+
+    def thread(self, act: Callable[[], None]) -> None:
+        """Begin what others do not wait for while it sleeps."""
+        _go_on(greenlet(act))
 
     def time(self) -> float:
         return self.now
@@ -68,3 +79,9 @@ class Clock:
             for module in _READ_BY:
                 patch.setattr(f"{module}.time", self)
             yield
+
+
+def _go_on(thread: greenlet) -> None:
+    """Until it sleeps or ends; what it raises is raised here."""
+    thread.parent = getcurrent()
+    thread.switch()

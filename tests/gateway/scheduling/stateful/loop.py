@@ -97,24 +97,27 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return []
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Whatever blocks is done at one moment a little later."""
+        """Whatever blocks is done at one moment a little later, but for what it sleeps."""
         result = self.create_future()
 
         def run() -> None:
             if self.is_closed():
                 return
+            answer = error = None
             try:
                 answer = func(*args)
             except Crash:
                 raise
-            except BaseException as error:
-                if not result.done():
-                    result.set_exception(error)
+            except BaseException as raised:
+                error = raised
+            if self.is_closed() or result.done():
+                return  # the process ended, or nobody waits any more
+            if error is not None:
+                result.set_exception(error)
             else:
-                if not result.done():
-                    result.set_result(answer)
+                result.set_result(answer)
 
-        self._clock.later(self._delay_s(), run)
+        self._clock.later(self._delay_s(), lambda: self._clock.thread(run))
         return result
 
     def _call_soon(self, callback: Callable[..., Any], args: Any, context: Any) -> events.Handle:

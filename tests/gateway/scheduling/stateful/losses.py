@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable
 
+from gateway.scheduling.futures import Future
 from gateway.scheduling.model_queue import ModelQueue
 
 
 class Losses:
-    """A command is in hand from its turn until its answer, also while it waits to be tried again.
+    """A command is in hand from its turn until its answer is on record, also while it waits to be tried again.
 
     A connection that ended counts only once its cell is known to be dead: one that dials again has lost nothing.
     """
@@ -31,7 +32,10 @@ class Losses:
     def _cells(self, lost: str, living: Container[str]) -> int:
         return self._dead[lost] + sum(ids.count(lost) for epoch, ids in self._unsure.items() if epoch not in living)
 
-    def note_gateway_lost(self, queues: Iterable[ModelQueue]) -> None:
+    def note_gateway_lost(self, queues: Iterable[ModelQueue], futures: Iterable[Future]) -> None:
+        """futures: all of the gateway that is lost."""
+        unwritten = [future for future in futures if future.turn is not None and future.attempts and not future.is_done]
+        self._gateways.update(future.request_id for future in unwritten)
         for queue in queues:
             head = queue.running or (queue.ready[0] if queue.ready and queue.ready[0].attempts else None)
             if head is not None:

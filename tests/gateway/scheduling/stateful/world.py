@@ -89,7 +89,7 @@ class Gateway:
     def _end(self) -> None:
         """SIGKILL: what is open is closed by the kernel, and nothing else happens."""
         world = self._world
-        world.losses.note_gateway_lost(self.scheduler._queues.values())
+        world.losses.note_gateway_lost(self.scheduler._queues.values(), self.scheduler.futures._futures.values())
         world.tellings.note_end(world.lives, world.clock.now, world.state_disk)
         self.journal._writer.end()  # type: ignore[attr-defined]
         self._disk.end()
