@@ -10,6 +10,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
+# Of the tests, each with services and ranks of its own: about one for each core, and 3 GB of memory for each.
+WORKERS ?= 2
 # A name may be there and not run, as pyenv's are for versions that are not chosen.
 NEWEST_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 BIN := $(VENV)/bin
@@ -34,8 +36,9 @@ serve: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# In the order of the files, of which the slowest come early; one of them goes to one worker as a whole.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

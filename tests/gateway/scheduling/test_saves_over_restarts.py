@@ -105,6 +105,7 @@ async def test_a_save_that_could_not_be_looked_up_and_is_made_again_is_known_by_
             hold = cell.hold_next_publish()
             saving = gateway.scheduler.submit("alice", model, 1, save())
             await until(lambda: saving.state == "writing")
+            await durable(gateway.journal.when_written)
             await gateway.end()
             hold.release()
             disk = Vault(gateway.vault.root)

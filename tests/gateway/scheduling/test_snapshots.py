@@ -199,7 +199,7 @@ async def test_one_that_is_whole_after_its_model_was_unloaded_is_removed(tmp_pat
             await succeeded(gateway.scheduler.submit("alice", model, None, UnloadRequest()))
             publish.release()
             await until(lambda: model not in gateway.scheduler._turns._publications)
-            assert version_of(gateway, model) is None
+            await until(lambda: version_of(gateway, model) is None)
 
 
 async def test_what_it_replaced_is_looked_after(tmp_path: Path) -> None:
