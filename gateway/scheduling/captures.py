@@ -113,17 +113,19 @@ class Captures:
         """A save that a cell publishes for a gateway that is no more."""
         self._begin(queue, self._publish(queue, future, self._dispatcher.adopted(future, flight, epoch)))
 
-    def see_out(self, flight: Flight) -> None:
-        """A save that the cell publishes for nobody any more: until it is over it takes the room of another."""
-        task = asyncio.create_task(self._until_landed(flight), name=f"seeing out {flight.command_id}")
-        self._publications.begin(flight.command_id, task)
+    def see_out(self, flight: Flight, model_id: str | None) -> None:
+        """A save that the cell publishes for nobody any more: until it is over it takes the room of another, and no
+        later one of its model, if that is known, may be published before it."""
+        key = flight.command_id if model_id is None or model_id in self._publications else model_id
+        task = asyncio.create_task(self._until_landed(flight, key), name=f"seeing out {flight.command_id}")
+        self._publications.begin(key, task)
         task.add_done_callback(self._turns.on_task_done)
 
-    async def _until_landed(self, flight: Flight) -> None:
+    async def _until_landed(self, flight: Flight, key: str) -> None:
         with suppress(CommandFailed, CellLost):
             await flight.outcome()
         self._link.acknowledge(flight.command_id)
-        for one in self._publications.end(flight.command_id):
+        for one in self._publications.end(key):
             self._turns.advance(one)
 
     async def snapshot(self, queue: ModelQueue) -> bool:

@@ -104,9 +104,10 @@ class CellEpoch:
         for command_id in hello.publishing:
             self._adopt(command_id, hello)
         self._acquit(is_same_life)
-        for flight in self._link.unadopted():
-            self._execution.captures.see_out(flight)
         await self._settle_saves(hello)
+        for flight in self._link.unadopted():
+            future = self._futures.find(request_id_of(flight.command_id))
+            self._execution.captures.see_out(flight, future.model_id if future is not None else None)
         if not is_same_life:
             await self._sweep()
         self.is_settled = self._link.hello is hello

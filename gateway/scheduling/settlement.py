@@ -34,8 +34,10 @@ def _settle(vault: Vault, future: Future, epoch: str, is_back: Callable[[], bool
         with vault.hold_epoch(epoch, is_in_vain=is_back):
             return _look(vault, future, epoch)
     except VaultLocked:
-        if not is_back():
-            log.error("cell epoch %s has hung up and lives on", epoch)
+        if is_back():
+            # It tells. The disk may hold what an earlier attempt made, in whose place this one's is about to come.
+            return None
+        log.error("cell epoch %s has hung up and lives on", epoch)
     except VaultError as error:
         log.error("save %s of the lost cell cannot be settled: %s", future.request_id, error)
     return _look_in_peace(vault, future, epoch)

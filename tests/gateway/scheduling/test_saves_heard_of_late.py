@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from gateway.scheduling.durable import durable
-from tests.gateway.scheduling.lives import lives
+from gateway.scheduling.futures import Future
+from tests.fakes.fake_cell import FakeCell
+from tests.fakes.hold import Hold
+from tests.gateway.scheduling.lives import Life, lives
 from tests.gateway.scheduling.rig import forward_backward, reached, save, succeeded, until
 from trainer_cell.protocol.commands import ForgetModels, ForwardBackward, SaveState
 from trainer_cell.vault import locks
@@ -90,3 +95,64 @@ async def test_a_cell_that_dials_again_is_taken_on_although_it_is_still_publishi
             saved = await succeeded(saving)
             assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
             assert (cell.count(SaveState), cell.count(ForgetModels)) == (1, 0)
+
+
+@asynccontextmanager
+async def published_once_and_being_published_again(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[Life, FakeCell, Future, Hold]]:
+    """A save whose first attempt is on the disk and was forgotten, and whose second one a cell is about to publish."""
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            other, model = await gateway.made(), await gateway.made(8)
+            hold = cell.hold_next(ForwardBackward)
+            await gateway.scheduler.submit("alice", other, 1, forward_backward()).accepted()
+            await reached(hold)
+            saving = await gateway.scheduler.submit("alice", model, 1, save(overwrite=True)).accepted()
+            await durable(gateway.journal.when_written)
+            gateway.is_stuck = True
+            hold.release()
+            await until(lambda: saving.turn is not None and model not in gateway.scheduler._turns._publications)
+            await gateway.end()
+            await asyncio.to_thread(cell.kill)
+        gateway = await machine.start()
+        cell = gateway.cell()
+        publish = cell.hold_next_publish()
+        with cell:
+            await until(lambda: gateway.again(saving).state == "writing")
+            await reached(publish)
+            yield gateway, cell, gateway.again(saving), publish
+            publish.release()
+
+
+async def test_a_save_is_answered_with_what_is_being_published_and_not_with_what_an_earlier_attempt_made(
+    tmp_path: Path,
+) -> None:
+    async with published_once_and_being_published_again(tmp_path) as (gateway, cell, saving, publish):
+        hello = gateway.link.hello
+        cell.drop_connection()
+        await until(lambda: gateway.link.hello not in (None, hello) and gateway.scheduler.is_ready)
+        assert not saving.is_done
+        publish.release()
+        saved = await succeeded(saving)
+        assert gateway.vault.resolve(CheckpointAddress(saving.model_id, "weights", "n")) == saved.version
+
+
+async def test_what_a_cell_still_publishes_does_not_come_after_a_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cell was away for so long that the disk was asked, which knew of the earlier attempt."""
+    async with published_once_and_being_published_again(tmp_path) as (gateway, cell, saving, publish):
+        monkeypatch.setattr(locks, "_EPOCH_PATIENCE_S", 0.0)
+        path, cell._link._path = cell._link._path, tmp_path / "nowhere"
+        cell.drop_connection()
+        await succeeded(saving)
+        cell._link._path = path
+        await until(lambda: gateway.scheduler.is_ready)
+        model = saving.model_id
+        later = gateway.scheduler.submit("alice", model, 2, save(overwrite=True))
+        await until(lambda: later.waiting_for == "an earlier save of this model is being written")
+        publish.release()
+        saved = await succeeded(later)
+        assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
