@@ -83,8 +83,7 @@ class CellEpoch:
             # Of the cell before: they look at the disk, and end.
             await asyncio.wait(tasks)
         outcomes = [await self._settled(outcome) for outcome in hello.outcomes]
-        if self._link.hello is not hello:
-            raise CellLost("the trainer cell was lost before it was taken on")
+        self._check_attached(hello)
         self._link.is_barred = False
         captured = {*hello.publishing, *(said.command_id for said in hello.outcomes if isinstance(said, StateSaved))}
         for outcome in outcomes:
@@ -97,6 +96,7 @@ class CellEpoch:
         if len(kept) < len(hello.models):
             keep = tuple(resident.model_id for resident in kept)
             await self._link.execute_own(ForgetModels(new_command_id(), keep))
+            self._check_attached(hello)
         # An outcome that was heard just now may have told of a model whose slot is not kept.
         self._residency.clear()
         for resident in kept:
@@ -111,6 +111,10 @@ class CellEpoch:
         if not is_same_life:
             await self._sweep()
         self.is_settled = self._link.hello is hello
+
+    def _check_attached(self, hello: Hello) -> None:
+        if self._link.hello is not hello:
+            raise CellLost("the trainer cell was lost before it was taken on")
 
     async def _settled(self, outcome: Outcome) -> Outcome:
         """The outcome; of a save whose name is taken by what its own earlier attempt made, that it was made."""

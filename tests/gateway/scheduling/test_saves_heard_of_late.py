@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.durable import durable
 from gateway.scheduling.futures import Future
 from tests.fakes.fake_cell import FakeCell
@@ -16,6 +18,7 @@ from tests.fakes.hold import Hold
 from tests.gateway.scheduling.lives import Life, lives
 from tests.gateway.scheduling.rig import forward_backward, reached, save, succeeded, until
 from trainer_cell.protocol.commands import ForgetModels, ForwardBackward, SaveState
+from trainer_cell.protocol.outcomes import Success
 from trainer_cell.vault import locks
 from trainer_cell.vault.layout import CheckpointAddress
 
@@ -40,6 +43,36 @@ async def test_a_save_of_a_model_that_has_lost_its_slot_is_adopted(tmp_path: Pat
             assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
             # In its turn the model is brought back.
             await succeeded(gateway.scheduler.submit("alice", model, 3, forward_backward()))
+
+
+async def test_a_cell_that_hangs_up_while_it_is_taken_on_is_taken_on_when_it_dials_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget, hung_up = CellLink.execute_own, list[bool]()
+
+    async def forget_and_hang_up(self: CellLink, command: ForgetModels) -> Success:
+        said = await forget(self, command)
+        if not hung_up:
+            hung_up.append(True)
+            self.hang_up()
+            await until(lambda: self.hello is None)
+        return said
+
+    async with lives(tmp_path) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            model = await gateway.made()
+            publish = cell.hold_next_publish()
+            saving = await gateway.scheduler.submit("alice", model, 1, save()).accepted()
+            await until(lambda: saving.state == "writing")
+            await reached(publish)
+            cell.slots.models["nobody's"] = copy.copy(cell.slots.models[model])
+            monkeypatch.setattr(CellLink, "execute_own", forget_and_hang_up)
+            gateway = await machine.next(cell)
+            assert hung_up
+            publish.release()
+            await succeeded(gateway.again(saving))
+            assert cell.count(SaveState) == 1
 
 
 async def test_a_save_that_failed_for_what_it_had_made_itself_has_not_failed(tmp_path: Path) -> None:

@@ -117,10 +117,6 @@ def snapshots_run_ahead_of_the_journal(patch: Patch) -> None:
     patch.setattr(Journal, "when_written", lambda self, on_durable: on_durable())
 
 
-def saves_run_ahead_of_the_journal(patch: Patch) -> None:
-    patch.setattr(ModelQueue, "num_unwritten", property(lambda self: 0, lambda self, number: None), raising=False)
-
-
 # Each with what the programs say when they find it: that something else goes wrong is no proof.
 _QUICK: dict[Callable[[Patch], None], str] = {
     # It gets an id, a row and so a place of its own; or none, since there is a row of that number.
@@ -144,7 +140,6 @@ _RARE: dict[Callable[[Patch], None], str] = {
     snapshots_run_ahead_of_the_journal: (
         r"was told .* instead of |cannot be used: |:train:\d+: \{'weight'|model_lost.* after \d+ losses"
     ),
-    saves_run_ahead_of_the_journal: "was told .* instead of ",
 }
 
 
