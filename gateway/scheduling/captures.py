@@ -53,7 +53,7 @@ class Captures:
         self._tried_alone: set[str] = set()
         self._forgetting: set[asyncio.Task[None]] = set()
 
-    async def save(self, queue: ModelQueue, future: Future) -> CommandFailed | None:
+    async def save(self, queue: ModelQueue, future: Future) -> Success | CommandFailed | None:
         """None when the save goes on behind the ranks' back, or is to be tried again. Raises `CellLost`."""
         assert isinstance(future.request, SaveRequest)
         try:
@@ -61,7 +61,7 @@ class Captures:
         except CommandFailed as failure:
             if not self._may_try_again(future, failure):
                 self._tried_alone.discard(future.request_id)
-                return failure
+                return await self._dispatcher.settled(future, failure)
             self._publications.note_full()
             # No cell was lost under it.
             future.attempts -= 1
@@ -89,7 +89,7 @@ class Captures:
                 break
             except CommandFailed as failure:
                 if not self._may_try_again(future, failure):
-                    self._turns.conclude(queue, future, failure)
+                    self._turns.conclude(queue, future, await self._dispatcher.settled(future, failure))
                     return
                 if self._publications:
                     await asyncio.wait(self._publications.tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -220,10 +220,12 @@ class Captures:
 
     async def _note_snapshot(self, queue: ModelQueue, saved: StateSaved, turn: int) -> None:
         model_id = queue.model.model_id
+        lease = await asyncio.to_thread(self._catalog.vault.lease, saved.version)
         if queue.model.is_over:
+            if lease is not None:
+                lease.release()
             self.forget(model_id)
             return
-        lease = await asyncio.to_thread(self._catalog.vault.lease, saved.version)
         if lease is None:
             log.error("the snapshot %s is gone as soon as it was made", saved.version)
             return

@@ -52,6 +52,9 @@ class CellEpoch:
         self.hello: Hello | None = None
         self.is_settled = False
         self.interrupted: Future | None = None
+        # Of the cell that was last taken on to the end; whether any was looked through for what it holds.
+        self._taken_on: str | None = None
+        self._has_kept = False
         self._link = link
         self._vault = vault
         self._queues = queues
@@ -75,8 +78,7 @@ class CellEpoch:
 
         Raises `CellLost`, or `CommandFailed` when the cell cannot even forget.
         """
-        is_same_life = self.hello is not None and self.hello.epoch == hello.epoch
-        is_first = self.hello is None
+        is_same_life = self._taken_on == hello.epoch
         self.hello = hello
         log.info("cell epoch %s attached: %s, %d ranks", hello.epoch, hello.base_model.name, hello.layout.world)
         while tasks := self._publications.tasks:
@@ -100,7 +102,8 @@ class CellEpoch:
         # An outcome that was heard just now may have told of a model whose slot is not kept.
         self._residency.clear()
         for resident in kept:
-            self._keep(self._queues[resident.model_id], is_first)
+            self._keep(self._queues[resident.model_id])
+        self._has_kept = True
         for command_id in hello.publishing:
             self._adopt(command_id, hello)
         self._acquit(is_same_life)
@@ -110,7 +113,8 @@ class CellEpoch:
             self._execution.captures.see_out(flight, future.model_id if future is not None else None)
         if not is_same_life:
             await self._sweep()
-        self.is_settled = self._link.hello is hello
+        self._check_attached(hello)
+        self.is_settled, self._taken_on = True, hello.epoch
 
     def _check_attached(self, hello: Hello) -> None:
         if self._link.hello is not hello:
@@ -179,9 +183,9 @@ class CellEpoch:
         elif interrupted.turn is None and interrupted.attempts:
             interrupted.attempts -= 1
 
-    def _keep(self, queue: ModelQueue, is_first: bool) -> None:
+    def _keep(self, queue: ModelQueue) -> None:
         self._residency.touch(queue.model.model_id)
-        if is_first and queue.ready and queue.ready[0].attempts:
+        if not self._has_kept and queue.ready and queue.ready[0].attempts:
             # The gateway was lost while it ran, and not the cell.
             queue.ready[0].attempts -= 1
 
@@ -201,6 +205,8 @@ class CellEpoch:
             if save is None or queue.model.model_id in self._publications:
                 continue
             saved = await settle_forgotten(self._vault, save, hello.epoch)
+            # One that has dialled again meanwhile may be publishing it, and tells.
+            self._check_attached(hello)
             if saved is not None:
                 self._turns.conclude(queue, save, saved)
             else:

@@ -279,10 +279,10 @@ class Turns:
         self._residency.leave(queue.model.model_id)
 
     def _on_durable(self, queue: ModelQueue, future: Future, answer: Success | CommandFailed) -> None:
+        queue.num_unwritten -= 1
         self._futures.finish(future, answer)
         self._link.acknowledge(command_id_of(future.request_id))
-        queue.num_unwritten -= 1
-        if not queue.num_unwritten:
+        if not (queue.num_unwritten or self.is_stopping):
             self.advance(queue)
 
     def _on_lost(self, hello: Hello) -> None:

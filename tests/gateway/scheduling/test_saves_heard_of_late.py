@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway.scheduling import cell_epoch
 from gateway.scheduling.cell_link import CellLink
 from gateway.scheduling.durable import durable
 from gateway.scheduling.futures import Future
 from tests.fakes.fake_cell import FakeCell
 from tests.fakes.hold import Hold
 from tests.gateway.scheduling.lives import Life, lives
-from tests.gateway.scheduling.rig import forward_backward, reached, save, succeeded, until
-from trainer_cell.protocol.commands import ForgetModels, ForwardBackward, SaveState
-from trainer_cell.protocol.outcomes import Success
+from tests.gateway.scheduling.rig import forward_backward, reached, save, succeeded, until, within
+from trainer_cell.protocol.commands import ForgetModels, ForwardBackward, ModelCommand, SaveState
+from trainer_cell.protocol.outcomes import StateSaved, Success
 from trainer_cell.vault import locks
 from trainer_cell.vault.layout import CheckpointAddress
 
@@ -131,10 +134,8 @@ async def test_a_cell_that_dials_again_is_taken_on_although_it_is_still_publishi
 
 
 @asynccontextmanager
-async def published_once_and_being_published_again(
-    tmp_path: Path,
-) -> AsyncIterator[tuple[Life, FakeCell, Future, Hold]]:
-    """A save whose first attempt is on the disk and was forgotten, and whose second one a cell is about to publish."""
+async def published_and_forgotten(tmp_path: Path, overwrite: bool) -> AsyncIterator[tuple[Life, Future]]:
+    """A save whose first attempt is on the disk, while no cell nor the journal knows of it; no cell has come yet."""
     async with lives(tmp_path) as machine:
         gateway = machine.gateway
         with gateway.cell() as cell:
@@ -142,7 +143,7 @@ async def published_once_and_being_published_again(
             hold = cell.hold_next(ForwardBackward)
             await gateway.scheduler.submit("alice", other, 1, forward_backward()).accepted()
             await reached(hold)
-            saving = await gateway.scheduler.submit("alice", model, 1, save(overwrite=True)).accepted()
+            saving = await gateway.scheduler.submit("alice", model, 1, save(overwrite=overwrite)).accepted()
             await durable(gateway.journal.when_written)
             gateway.is_stuck = True
             hold.release()
@@ -150,12 +151,38 @@ async def published_once_and_being_published_again(
             await gateway.end()
             await asyncio.to_thread(cell.kill)
         gateway = await machine.start()
+        yield gateway, gateway.again(saving)
+
+
+async def test_a_save_that_is_told_to_be_captured_and_failed_in_one_breath_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For what it had made itself."""
+    write = CellLink._write
+
+    async def write_and_be_busy(self: CellLink, writer: asyncio.StreamWriter, command: ModelCommand) -> None:
+        await write(self, writer, command)
+        while isinstance(command, SaveState) and command.command_id not in cell._link._book._outcomes:
+            time.sleep(0.001)  # noqa: ASYNC251 - that is the point
+
+    async with published_and_forgotten(tmp_path, overwrite=False) as (gateway, saving):
+        monkeypatch.setattr(CellLink, "_write", write_and_be_busy)
+        with gateway.cell() as cell:
+            saved = await succeeded(saving)
+            assert gateway.vault.resolve(CheckpointAddress(saving.model_id, "weights", "n")) == saved.version
+
+
+@asynccontextmanager
+async def published_once_and_being_published_again(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[Life, FakeCell, Future, Hold]]:
+    async with published_and_forgotten(tmp_path, overwrite=True) as (gateway, saving):
         cell = gateway.cell()
         publish = cell.hold_next_publish()
         with cell:
-            await until(lambda: gateway.again(saving).state == "writing")
+            await until(lambda: saving.state == "writing")
             await reached(publish)
-            yield gateway, cell, gateway.again(saving), publish
+            yield gateway, cell, saving, publish
             publish.release()
 
 
@@ -189,3 +216,48 @@ async def test_what_a_cell_still_publishes_does_not_come_after_a_later_save(
         publish.release()
         saved = await succeeded(later)
         assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
+
+
+async def test_a_cell_that_dials_twice_while_the_disk_is_asked_is_taken_on_as_it_was_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One model has a save of which no cell knows, and whose turn does not come; one a save that is being published."""
+    bugs = list[bool]()
+    async with lives(tmp_path, on_crash=lambda: bugs.append(True)) as machine:
+        gateway = machine.gateway
+        with gateway.cell() as cell:
+            waiting, model = await gateway.made(), await gateway.made(8)
+            cell.hold_next_publish()
+            lost = await gateway.scheduler.submit("alice", waiting, 1, save()).accepted()
+            await until(lambda: lost.state == "writing")
+            await asyncio.to_thread(cell.kill)
+        turns, cell = gateway.scheduler._turns, gateway.cell()
+        pick, look = turns._fair.pick, cell_epoch.settle_forgotten
+        monkeypatch.setattr(turns._fair, "pick", lambda: one if (one := pick()) != waiting else pick())
+        publish = cell.hold_next_publish()
+        with cell:
+            await until(lambda: gateway.scheduler.is_ready)
+            saving = await gateway.scheduler.submit("alice", model, 1, save()).accepted()
+            await until(lambda: saving.state == "writing")
+            await reached(publish)
+            looking, go_on = asyncio.Event(), asyncio.Event()
+
+            async def look_for_long(*facts: Any) -> StateSaved | None:
+                looking.set()
+                await go_on.wait()
+                return await look(*facts)
+
+            monkeypatch.setattr(cell_epoch, "settle_forgotten", look_for_long)
+            cell.drop_connection()
+            await within(looking.wait())
+            hello = gateway.link.hello
+            cell.drop_connection()
+            # It says the same as before.
+            await until(lambda: gateway.link.hello is not None and gateway.link.hello is not hello)
+            await until(lambda: model not in turns._publications)
+            go_on.set()
+            await until(lambda: gateway.scheduler.is_ready or bool(bugs))
+            publish.release()
+            saved = await succeeded(saving)
+            assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
+            assert not bugs
