@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from tests.service.running import RunningService
 from tests.service.state import read_state
 from tests.service.test_resume import new_model, save
-from tests.service.test_tenants import job
+from tests.service.test_tenants import check_four_at_once
 from tests.service.training import batch, probe, train, train_step
 
 NUM_GPUS = torch.cuda.device_count()
@@ -86,13 +85,7 @@ def test_without_it_a_load_still_restores_the_very_bits_and_the_next_step_agrees
 def test_with_deterministic_clients_at_once_each_end_where_they_end_alone(tmp_path: Path) -> None:
     service = RunningService(tmp_path, "--deterministic")
     try:
-        service.start()
-        alone = [job(service, index) for index in range(4)]
-        with ThreadPoolExecutor(4) as pool:
-            together = list(pool.map(lambda index: job(service, index), range(4)))
-        for (state_alone, seen_alone), (state_together, seen_together) in zip(alone, together, strict=True):
-            assert seen_together == seen_alone
-            assert state_together.same_as(state_alone)
+        check_four_at_once(service.start())
     finally:
         service.kill_everything()
 

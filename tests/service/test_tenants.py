@@ -34,7 +34,8 @@ def job(service: RunningService, index: int) -> tuple[State, list[list[list[floa
     return save(service, model, "end"), seen
 
 
-def test_four_clients_at_once_each_end_exactly_where_they_end_alone(service: RunningService) -> None:
+def check_four_at_once(service: RunningService) -> None:
+    """Each ends exactly where it ends alone."""
     alone = [job(service, index) for index in range(4)]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda index: job(service, index), range(4)))
@@ -42,6 +43,10 @@ def test_four_clients_at_once_each_end_exactly_where_they_end_alone(service: Run
         assert seen_together == seen_alone
         assert state_together.same_as(state_alone)
     assert len({state.tensors[key] for state, _ in alone for key in list(state.tensors)[:1]}) == 4
+
+
+def test_four_clients_at_once_each_end_exactly_where_they_end_alone(service: RunningService) -> None:
+    check_four_at_once(service)
 
 
 def test_another_tenants_checkpoint_is_as_good_as_not_there(one_rank: RunningService) -> None:

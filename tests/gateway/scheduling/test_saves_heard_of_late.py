@@ -18,7 +18,7 @@ from gateway.scheduling.durable import durable
 from gateway.scheduling.futures import Future
 from tests.fakes.fake_cell import FakeCell
 from tests.fakes.hold import Hold
-from tests.gateway.scheduling.lives import Life, lives
+from tests.gateway.scheduling.lives import Life, Lives, lives
 from tests.gateway.scheduling.rig import forward_backward, reached, save, succeeded, until, within
 from trainer_cell.protocol.commands import ForgetModels, ForwardBackward, ModelCommand, SaveState
 from trainer_cell.protocol.outcomes import StateSaved, Success
@@ -78,39 +78,6 @@ async def test_a_cell_that_hangs_up_while_it_is_taken_on_is_taken_on_when_it_dia
             assert cell.count(SaveState) == 1
 
 
-async def test_a_save_that_failed_for_what_it_had_made_itself_has_not_failed(tmp_path: Path) -> None:
-    """Its first attempt was published and forgotten; of the second a gateway hears from the hello."""
-    async with lives(tmp_path) as machine:
-        gateway = machine.gateway
-        with gateway.cell() as cell:
-            other, model = await gateway.made(), await gateway.made(8)
-            hold = cell.hold_next(ForwardBackward)
-            training = await gateway.scheduler.submit("alice", other, 1, forward_backward()).accepted()
-            await reached(hold)
-            saving = await gateway.scheduler.submit("alice", model, 1, save()).accepted()
-            await durable(gateway.journal.when_written)
-            gateway.is_stuck = True
-            hold.release()
-            await until(lambda: saving.turn is not None and model not in gateway.scheduler._turns._publications)
-            await gateway.end()
-            await asyncio.to_thread(cell.kill)
-        gateway = await machine.start()
-        cell = gateway.cell()
-        hold = cell.hold_next(ForwardBackward)
-        with cell:
-            await reached(hold)
-            assert cell.count(SaveState) == 0
-            await durable(gateway.journal.when_written)
-            gateway.is_stuck = True
-            hold.release()
-            await until(lambda: gateway.again(saving).turn is not None)
-            assert cell.count(SaveState) == 1
-            gateway = await machine.next(cell)
-            saved = await succeeded(gateway.again(saving))
-            assert gateway.vault.resolve(CheckpointAddress(model, "weights", "n")) == saved.version
-            await succeeded(gateway.again(training))
-
-
 async def test_a_cell_that_dials_again_is_taken_on_although_it_is_still_publishing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +101,7 @@ async def test_a_cell_that_dials_again_is_taken_on_although_it_is_still_publishi
 
 
 @asynccontextmanager
-async def published_and_forgotten(tmp_path: Path, overwrite: bool) -> AsyncIterator[tuple[Life, Future]]:
+async def published_and_forgotten(tmp_path: Path, overwrite: bool) -> AsyncIterator[tuple[Lives, Future]]:
     """A save whose first attempt is on the disk, while no cell nor the journal knows of it; no cell has come yet."""
     async with lives(tmp_path) as machine:
         gateway = machine.gateway
@@ -151,7 +118,26 @@ async def published_and_forgotten(tmp_path: Path, overwrite: bool) -> AsyncItera
             await gateway.end()
             await asyncio.to_thread(cell.kill)
         gateway = await machine.start()
-        yield gateway, gateway.again(saving)
+        yield machine, gateway.again(saving)
+
+
+async def test_a_save_that_failed_for_what_it_had_made_itself_has_not_failed(tmp_path: Path) -> None:
+    """Of that failure a gateway hears from the hello."""
+    async with published_and_forgotten(tmp_path, overwrite=False) as (machine, saving):
+        gateway = machine.gateway
+        cell = gateway.cell()
+        hold = cell.hold_next(ForwardBackward)
+        with cell:
+            await reached(hold)
+            assert cell.count(SaveState) == 0
+            await durable(gateway.journal.when_written)
+            gateway.is_stuck = True
+            hold.release()
+            await until(lambda: saving.turn is not None)
+            assert cell.count(SaveState) == 1
+            gateway = await machine.next(cell)
+            saved = await succeeded(gateway.again(saving))
+            assert gateway.vault.resolve(CheckpointAddress(saving.model_id, "weights", "n")) == saved.version
 
 
 async def test_a_save_that_is_told_to_be_captured_and_failed_in_one_breath_has_not_failed(
@@ -165,7 +151,8 @@ async def test_a_save_that_is_told_to_be_captured_and_failed_in_one_breath_has_n
         while isinstance(command, SaveState) and command.command_id not in cell._link._book._outcomes:
             time.sleep(0.001)  # noqa: ASYNC251 - that is the point
 
-    async with published_and_forgotten(tmp_path, overwrite=False) as (gateway, saving):
+    async with published_and_forgotten(tmp_path, overwrite=False) as (machine, saving):
+        gateway = machine.gateway
         monkeypatch.setattr(CellLink, "_write", write_and_be_busy)
         with gateway.cell() as cell:
             saved = await succeeded(saving)
@@ -176,7 +163,8 @@ async def test_a_save_that_is_told_to_be_captured_and_failed_in_one_breath_has_n
 async def published_once_and_being_published_again(
     tmp_path: Path,
 ) -> AsyncIterator[tuple[Life, FakeCell, Future, Hold]]:
-    async with published_and_forgotten(tmp_path, overwrite=True) as (gateway, saving):
+    async with published_and_forgotten(tmp_path, overwrite=True) as (machine, saving):
+        gateway = machine.gateway
         cell = gateway.cell()
         publish = cell.hold_next_publish()
         with cell:
