@@ -10,8 +10,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
-# Of the tests, each with services and ranks of its own: about one for each core, and 3 GB of memory for each.
-WORKERS ?= 2
+# Processes that run the tests, each with services and ranks of its own (3 GB); 0 is one test after the other.
+WORKERS ?= 0
 # A name may be there and not run, as pyenv's are for versions that are not chosen.
 NEWEST_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 BIN := $(VENV)/bin
@@ -36,7 +36,7 @@ serve: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# In the order of the files, of which the slowest come early; one of them goes to one worker as a whole.
+# With workers: in the order of the files, each of which goes to one of them as a whole.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
