@@ -82,9 +82,8 @@ def test_a_bare_barrier_is_caught_publishing_one_shard_of_two(scratch: Path, ful
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(saves, ranks, rank) for rank in (0, 1)]
         both[0].result(PATIENCE_S)
-        ranks._barrier.abort()
-        for one in both[1:]:
-            assert full == isinstance(one.exception(PATIENCE_S), threading.BrokenBarrierError | StorageFailed)
+        second = both[1].exception(PATIENCE_S)
+        assert isinstance(second, StorageFailed) if full else second is None
     if full:
         with pytest.raises(Violation, match="published and damaged"):
             state_of(vault)

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.trainer_cell.vault.checkpoints import (
     whole_pieces,
 )
 from tests.trainer_cell.vault.disks import RecordingDisk
-from trainer_cell.vault import publish
+from trainer_cell.vault import ulid
 from trainer_cell.vault.disk import Disk
 from trainer_cell.vault.errors import CheckpointDamaged, CheckpointExists, NotReplaceable, StorageFailed
 from trainer_cell.vault.layout import CheckpointAddress, Vault
@@ -125,7 +126,8 @@ def test_versions_rise_although_the_clock_went_back(tmp_path: Path, monkeypatch:
     vault = new_vault(tmp_path)
     old = save(vault)
     # A second process, whose clock says 1970.
-    monkeypatch.setattr(publish, "new_ulid", lambda after: max("0" * 26, after[:-1] + "Z"))
+    monkeypatch.setattr(ulid, "_sequence", ulid._Sequence())
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
     assert save(vault, seed=2, overwrite=True) > old
 
 
